@@ -30,17 +30,19 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(
-    seed: int, p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int
+    seed: int, p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, *, first_batch: int = 0
 ) -> NDArray[np.bool_]:
     """The kept weights, (batch, heads, seqlen_q, seqlen_kv), of a dropout of rate p.
+
+    ``first_batch`` is the index of the first of the ``batch`` entries.
 
     Columns 32 g + 8 t + 2 j + h of a row share the call with counter (4 g + j, row, head, batch); word t
     of it holds h = 0 in its low 16 bits and h = 1 in its high ones.
     """
     groups = -(-seqlen_kv // 32)
-    b, h, row, call = np.meshgrid(
-        *(np.arange(n, dtype=np.uint32) for n in (batch, heads, seqlen_q, 4 * groups)), indexing="ij"
-    )
+    counts = (batch, heads, seqlen_q, 4 * groups)
+    b, h, row, call = np.meshgrid(*(np.arange(n, dtype=np.uint32) for n in counts), indexing="ij")
+    b += np.uint32(first_batch)
     seed &= (1 << 64) - 1
     words = philox4x32(np.stack([call, row, h, b], axis=-1), (seed & 0xFFFFFFFF, seed >> 32))
     draws = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)  # b h row (g j) t half

@@ -1,0 +1,13 @@
+"""Exact attention for NumPy, CuPy and JAX arrays: FlashAttention kernels without a compiler at install."""
+
+from .api import (
+    flash_attention as flash_attention,
+    flash_attention_varlen as flash_attention_varlen,
+    flash_attention_varlen_vjp as flash_attention_varlen_vjp,
+    flash_attention_vjp as flash_attention_vjp,
+)
+from .backends import backends as backends
+from .call import Gradients as Gradients
+from .errors import BackendUnavailable as BackendUnavailable
+
+__version__ = "0.1.0"
