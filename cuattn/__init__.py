@@ -9,5 +9,7 @@ from .api import (
 from .backends import backends as backends
 from .call import Gradients as Gradients
 from .errors import BackendUnavailable as BackendUnavailable
+from .merge import merge_attention as merge_attention
+from .seeds import set_seed as set_seed
 
 __version__ = "0.1.0"

@@ -146,17 +146,13 @@ def _gather(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise argument_error(name, "None", "(batch + 1,) ints", kind=TypeError)
         options["layout"] = "thd"
     offset = arguments["q_offset"]
-    if offset is None or hasattr(offset, "__index__") and getattr(offset, "ndim", 0) == 0 and not _traced(offset):
+    if offset is None or hasattr(offset, "__index__") and getattr(offset, "ndim", 0) == 0 and not arrays.is_jax(offset):
         options["q_offset"] = offset
     else:
         named["q_offset"] = offset
     if arguments["dropout_p"] == 0:
         named.pop("dropout_seed", None)
     return named, options
-
-
-def _traced(x: Any) -> bool:
-    return arrays.is_jax(x)
 
 
 def _defaults(
