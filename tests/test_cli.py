@@ -1,0 +1,119 @@
+"""The command line: what each command prints, writes and returns, on small sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from cuattn import bench, verify
+from cuattn.cli import app
+
+runner = CliRunner()
+
+
+def invoke(*arguments: str, code: int = 0) -> str:
+    """Run a command in this process and check its exit code."""
+    result = runner.invoke(app, list(arguments), env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_bench_writes_a_record_and_a_plot(tmp_path: Path) -> None:
+    text = invoke("bench", "--arrays", "numpy", "--lengths", "64,130", "--heads", "2", "--out", str(tmp_path))
+    assert "130" in text
+    record = json.loads((tmp_path / "attention.json").read_text())
+    assert [row["length"] for row in record["rows"]] == [64, 130]
+    for row in record["rows"]:
+        assert row["cuattn"]["error"] < 5e-6
+        assert row["standard"]["error"] < 5e-6
+        assert set(row["cuattn"]["errors"]) == {"out", "dq", "dk", "dv"}
+        assert row["cuattn"]["forward"] > 0
+    assert record["backend"] == "numba"
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_goes_on_alone_where_standard_attention_is_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "available_memory", lambda _: 2 * 128 * 128 * 4 * 4)
+    setup = bench.Setup("numpy", "float32", 1, 1, 1, 16, False, True, (64, 128, 256), 60.0)
+    rows = list(bench.run(setup))
+    assert [row.standard is None for row in rows] == [False, False, True]
+    assert "GiB" in rows[-1].skipped
+
+
+def test_bench_keeps_to_its_budget() -> None:
+    setup = bench.Setup("numpy", "float32", 1, 1, 1, 16, False, False, (64, 128, 256), 0.0)
+    assert len(list(bench.run(setup))) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_standard_attention_agrees_with_the_oracle(causal: bool) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 700, 2, 8)) for _ in range(4))
+    want = bench.oracle_head(np, *(x[0, :, -1] for x in (q, k, v, dout)), causal=causal)
+    out, weights = bench.standard_attention(np, q, k, v, causal)
+    found = dict(zip(("dq", "dk", "dv"), bench.standard_gradients(np, q, k, v, weights, dout), strict=True))
+    for name, x in {"out": out, **found}.items():
+        np.testing.assert_allclose(x[0, :, -1], want[name], rtol=0, atol=1e-13)
+
+
+def test_peak_memory_sees_compiled_and_python_arrays() -> None:
+    assert bench.peak_memory(np, lambda: np.ones(4 * 2**20, np.uint8).sum()) >= 4 * 2**20
+
+
+def test_verify_passes_and_says_so() -> None:
+    text = invoke("verify", "--arrays", "numpy", "--dtype", "float32", "--match", "causal")
+    assert "right" in text
+
+
+def test_verify_fails_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verify.BARS, "float32", 0.0)
+    text = invoke("verify", "--arrays", "numpy", "--dtype", "float32", "--match", "full", code=1)
+    assert "wrong" in text
+
+
+def test_verify_refuses_a_match_without_a_case() -> None:
+    invoke("verify", "--arrays", "numpy", "--match", "no such case", code=2)
+
+
+def test_the_case_table_covers_every_option() -> None:
+    options = {name for case in verify.CASES for name, _ in case.options}
+    operands = {name for case in verify.CASES for name in case.operands}
+    assert operands == {"bias", "mask", "alibi_slopes", "sinks", "segments", "lengths"}
+    assert options >= {"causal", "window_size", "softcap", "dropout_p", "deterministic", "q_offset", "layout"}
+
+
+def test_info_names_every_backend_and_library() -> None:
+    text = invoke("info")
+    for word in ("cuda", "numba", "reference", "NumPy", "CuPy", "JAX", "NVRTC"):
+        assert word in text
+    facts = json.loads(invoke("info", "--json"))
+    assert facts["backends"]["reference"]["available"]
+    assert facts["choices"][0] | {"why": ""} == {"arrays": "NumPy", "backend": "numba", "why": ""}
+
+
+def test_unknown_arrays_are_refused() -> None:
+    assert "numpi" in invoke("bench", "--arrays", "numpi", code=2)
+
+
+def test_without_its_libraries_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from cuattn.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "pip install 'cuattn[cli]'" in done.stderr
+
+
+def test_python_m_cuattn_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cuattn", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("bench", "verify", "info", "plan", "precompile"):
+        assert command in done.stdout
