@@ -17,7 +17,15 @@ RINGS = (
     ("errors", "params", "philox", "seeds", "interop.jaxcompat"),
     ("spec", "program", "device", "tiles", "interop.native"),
     ("jit", "families.", "plan"),
-    ("backends", "backends.", "arrays", "interop.adapters", "interop.dlpack", "interop.libcuda", "interop.xla_ffi"),
+    (
+        "backends",
+        "backends.",
+        "arrays",
+        "interop.adapters",
+        "interop.dlpack",
+        "interop.libcuda",
+        "interop.xla_ffi",
+    ),
     ("call", "merge", "kvcache"),
     ("api",),
     ("__init__", "interop", "interop.", "bench", "verify", "info"),
@@ -25,7 +33,18 @@ RINGS = (
     ("__main__",),
 )
 # What a file may import when it is itself imported; everything else of this list only inside functions.
-HEAVY = {"cupy", "cupyx", "cupy_backends", "jax", "jaxlib", "numba", "llvmlite", "typer", "rich", "matplotlib"}
+HEAVY = {
+    "cupy",
+    "cupyx",
+    "cupy_backends",
+    "jax",
+    "jaxlib",
+    "numba",
+    "llvmlite",
+    "typer",
+    "rich",
+    "matplotlib",
+}
 EAGER = {
     "cli": {"typer", "rich"},
     "backends.numba": {"numba"},
@@ -57,14 +76,20 @@ def ring(name: str) -> int:
     """Index of the ring a module belongs to: exact names before prefixes."""
     for exact in (True, False):
         for i, names in enumerate(RINGS):
-            if (exact and name in names) or (not exact and any(n[-1] == "." and name.startswith(n) for n in names)):
+            if (exact and name in names) or (
+                not exact and any(n[-1] == "." and name.startswith(n) for n in names)
+            ):
                 return i
     raise AssertionError(f"{name} is in no ring: give it one in tests/test_layers.py")
 
 
 def own_imports(name: str) -> set[str]:
     """Modules of ours that a module imports, anywhere in it."""
-    package = name.split(".") if MODULES[name].name == "__init__.py" and name != "__init__" else name.split(".")[:-1]
+    package = (
+        name.split(".")
+        if MODULES[name].name == "__init__.py" and name != "__init__"
+        else name.split(".")[:-1]
+    )
     found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -139,12 +164,18 @@ def test_the_reference_knows_no_kernel() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, time; start = time.process_time(); import cuattn; spent = time.process_time() - start\n"
-        f"print(spent, *sorted({sorted(HEAVY)!r} & sys.modules.keys()))"
-    ).replace("[", "{", 1).replace("]", "}", 1)
+        (
+            "import sys, time; start = time.process_time(); import cuattn; spent = time.process_time() - start\n"
+            f"print(spent, *sorted({sorted(HEAVY)!r} & sys.modules.keys()))"
+        )
+        .replace("[", "{", 1)
+        .replace("]", "}", 1)
+    )
     spent = []
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        )
         seconds, *loaded = done.stdout.split()
         assert not loaded
         spent.append(float(seconds))

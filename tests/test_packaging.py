@@ -33,7 +33,9 @@ def tracked() -> list[str]:
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command away from this checkout's import path; its output, or a failure that shows it."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_REQUIRE_VIRTUALENV")}
-    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False, env=clean)
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False, env=clean
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -64,7 +66,9 @@ def environment(folder: Path) -> Path:
     """A virtual environment that sees this one's libraries (not its cuattn); its interpreter."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site = Path(
+        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    )
     paths = [p for p in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} if p]
     (site / "outer.pth").write_text("\n".join(paths) + "\n")
     return python
@@ -117,5 +121,8 @@ def test_versions_agree() -> None:
 
 def test_torch_is_asked_for_nowhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    asked = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
     assert not [name for name in asked if name.startswith("torch")]

@@ -134,7 +134,8 @@ def _heads(spec: AttentionSpec, arrays: Mapping[str, Array], rnd: Arithmetic) ->
                 scores, slope = rnd(spec.softcap * tanh), rnd(1.0 - tanh * tanh)
             if spec.bias is not None:
                 bias = _broadcast(np.asarray(arrays["bias"], rnd.dtype), spec)
-                scores = rnd(scores + bias[b, h, :q_len, :kv_len])
+                bias = bias[b, h, :q_len, :kv_len]
+                scores = np.where(bias == -np.inf, bias, rnd(scores + bias))  # hides NaN scores too
             if spec.alibi_slopes is not None:
                 slopes = np.broadcast_to(arrays["alibi_slopes"], (spec.batch, spec.heads_q))
                 scores = rnd(scores - rnd.dtype(slopes[b, h]) * np.abs(distance))
