@@ -14,6 +14,9 @@
 #ifndef ALIGNED  // rows of every operand start on 16 bytes
 #define ALIGNED 1
 #endif
+#ifndef ANY_SCALE  // softmax_scale may be negative: its sign is tested at run time
+#define ANY_SCALE 1
+#endif
 #ifndef HAS_LEFT  // the window's two sides; causal is HAS_RIGHT
 #define HAS_LEFT 0
 #endif

@@ -95,7 +95,7 @@ struct Scores {
   int head;
   Accum scale;          // softmax_scale
   Accum unit;           // natural units of a stored score, positive
-  bool flip;            // stored = -raw (a negative scale, without TRANSFORM)
+  bool flip;            // stored = -raw (a negative scale, without TRANSFORM; needs ANY_SCALE)
   Accum cap, slope;
   const BiasElement* bias;  // at this entry and head
   const u8* mask;
@@ -109,7 +109,7 @@ DEVICE Scores load_scores(const Params& p, const Entry& entry, int head) {
   s.entry = entry;
   s.head = head;
   s.scale = p.softmax_scale ? (Accum)*p.softmax_scale : (Accum)p.softmax_scale_value;
-  s.flip = !TRANSFORM && s.scale < 0;
+  s.flip = ANY_SCALE && !TRANSFORM && s.scale < 0;
   // NOTE: never 0, since 0 * -infinity is NaN; with so small a unit all weights come out equal, as they should.
   s.unit = TRANSFORM ? (Accum)1 : max((Accum)fabs(s.scale), (Accum)1e-30);
   s.cap = SOFTCAP ? (Accum)p.softcap : (Accum)0;
@@ -143,7 +143,7 @@ DEVICE Accum stored_score(const Params& p, const Scores& s, Accum raw, int row, 
   Accum x = raw;
   if (TRANSFORM) {
     x *= s.scale;
-  } else if (s.flip) {
+  } else if (ANY_SCALE && s.flip) {
     x = -x;
   }
   if (SOFTCAP) x = soft_cap(x, s.cap, slope);

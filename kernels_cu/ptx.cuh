@@ -24,29 +24,37 @@ DEVICE uint4 load_shared16(u32 from) {
   return x;
 }
 
-// Copies the first `bytes` (0 .. 16) of 16 from global to shared memory and fills the rest with zeros.
-DEVICE void cp_async16(u32 to, const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-#else
-  uint4 x = make_uint4(0, 0, 0, 0);
-  if (bytes == 16) {
-    x = *(const uint4*)from;
-  } else {
-    u32 half[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) half[i] = 2 * i < bytes ? ((const u16*)from)[i] : 0;
-    x = make_uint4(half[0] | half[1] << 16, half[2] | half[3] << 16, half[4] | half[5] << 16, half[6] | half[7] << 16);
-  }
-  store_shared16(to, x);
-#endif
-}
-
 DEVICE void cp_async16(u32 to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
   store_shared16(to, *(const uint4*)from);
+#endif
+}
+
+// The copy if `valid`, zeros without reading otherwise.
+DEVICE void cp_async16_or_zero(u32 to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{ .reg .pred ignore; setp.eq.s32 ignore, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, ignore; }" ::"r"(to),
+      "l"(from), "r"((int)valid)
+      : "memory");
+#else
+  store_shared16(to, valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0));
+#endif
+}
+
+// Copies the first `bytes` (0 .. 16) and fills the rest with zeros.
+DEVICE void cp_async16_partial(u32 to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#else
+  u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    if (2 * i < bytes) word[i / 2] |= (u32)((const u16*)from)[i] << (16 * (i & 1));
+  }
+  store_shared16(to, make_uint4(word[0], word[1], word[2], word[3]));
 #endif
 }
 
@@ -61,6 +69,12 @@ DEVICE void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
+}
+
+// The same value, but what is computed from it is not hoisted out of the loop: registers are dearer than an XOR.
+DEVICE u32 rematerialize(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // ---- matrix fragments ---------------------------------------------------------------------------------------------
@@ -196,3 +210,96 @@ DEVICE float reciprocal_fast(float x) {
 }
 
 DEVICE void red_add(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void red_add4(float* to, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+#endif
+
+// ---- shared memory, continued -------------------------------------------------------------------------------------
+
+// Copies 4 bytes, or writes zeros.
+DEVICE void cp_async4(u32 to, const void* from, bool inside) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+#else
+  store_shared4(to, inside ? *(const u32*)from : 0);
+#endif
+}
+
+// The A operand of a 16 x 16 patch to its tile: lane l gives the address of row l % 16 of chunk l / 16.
+DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 row = __shfl_sync(~0u, address, (lane >> 2) + 8 * i);
+    store_shared4(row + (lane & 3) * 4, r[i]);
+  }
+#endif
+}
+
+// ---- order between thread blocks ----------------------------------------------------------------------------------
+
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DEVICE void store_release(int* to, int x) {
+  __threadfence();
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+// ---- float32 and float64 ------------------------------------------------------------------------------------------
+
+#if DTYPE == F32 || DTYPE == F64
+DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE double fused(double a, double b, double c) { return fma(a, b, c); }
+
+// Copies one element from global to shared memory, or fills its place with zero.
+DEVICE void cp_async_element(u32 to, const Element* from, bool inside) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(Element)),
+               "r"(inside ? (int)sizeof(Element) : 0)
+               : "memory");
+#elif DTYPE == F32
+  store_shared4(to, inside ? __float_as_uint(*from) : 0);
+#else
+  const u64 bits = inside ? (u64)__double_as_longlong(*from) : 0;
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(to), "l"(bits) : "memory");
+#endif
+}
+
+DEVICE void red_add(double* to, double x) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
+}
+#endif
+
+#if DTYPE == F64 && __CUDA_ARCH__ >= 900
+// c (16x8) += a (16x8) b (8x8) of float64, in the places of mma_m16n8k8_tf32.
+DEVICE void mma_m16n8k8_f64(double (&c)[4], const double (&a)[4], double b0, double b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+}
+#elif DTYPE == F64 && __CUDA_ARCH__ >= 800
+DEVICE void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+d"(c0), "+d"(c1)
+               : "d"(a), "d"(b));
+}
+DEVICE void mma_m16n8k8_f64(double (&c)[4], const double (&a)[4], double b0, double b1) {
+  mma_m8n8k4_f64(c[0], c[1], a[0], b0);
+  mma_m8n8k4_f64(c[2], c[3], a[1], b0);
+  mma_m8n8k4_f64(c[0], c[1], a[2], b1);
+  mma_m8n8k4_f64(c[2], c[3], a[3], b1);
+}
+#endif

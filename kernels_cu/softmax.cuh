@@ -8,7 +8,7 @@
 // tile crosses a diagonal or the entry's end, so positions are tested; otherwise all its columns are visible to all rows.
 template <bool BOUNDED, int M, int N>
 DEVICE void apply_scores(Acc<M, N>& c, const Params& p, const Scores& s, int row, int column) {
-  if (!TRANSFORM && s.flip) {
+  if (ANY_SCALE && !TRANSFORM && s.flip) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -57,9 +57,9 @@ struct Softmax {
     }
   }
 
-  // Stored scores -> weights 2^((score - max) c), c = unit * log2(e); the accumulator `out` is brought to the new maximum.
+  // Brings the maxima up to the tile's scores, and sums and `out` to the new maxima; c = unit * log2(e).
   template <int N, int ND>
-  DEVICE void update(Acc<M, N>& s, Acc<M, ND>& out, float c) {
+  DEVICE void raise(const Acc<M, N>& s, Acc<M, ND>& out, float c) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -69,20 +69,9 @@ struct Softmax {
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s.x[m][n][2 * r], s.x[m][n][2 * r + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        const float subtrahend = top == -infinity() ? 0.f : top * c;  // nothing seen yet: weights 2^-infinity
-        const float rescale = exp2_fast(fmaf(max[m][r], c, -subtrahend));
+        const float rescale = exp2_fast(fmaf(max[m][r], c, -subtrahend(top, c)));
         max[m][r] = top;
-        float total = sum[m][r] * rescale;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            float& x = s.x[m][n][2 * r + j];
-            x = exp2_fast(fmaf(x, c, -subtrahend));
-            total += x;
-          }
-        }
-        sum[m][r] = total;
+        sum[m][r] *= rescale;
 #pragma unroll
         for (int n = 0; n < ND; n++) {
           out.x[m][n][2 * r] *= rescale;
@@ -91,6 +80,30 @@ struct Softmax {
       }
     }
   }
+
+  // Stored scores -> weights 2^((score - max) c), added to the sums, for accumulator columns 8 first .. 8 last - 1.
+  template <int N>
+  DEVICE void weigh(Acc<M, N>& s, float c, int first, int last) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float base = -subtrahend(max[m][r], c);
+#pragma unroll
+        for (int n = first; n < last; n++) {
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            float& x = s.x[m][n][2 * r + j];
+            x = exp2_fast(fmaf(x, c, base));
+            sum[m][r] += x;
+          }
+        }
+      }
+    }
+  }
+
+  // What every score of a row loses; nothing while the row has seen nothing, whose weights are then 2^-infinity.
+  static DEVICE float subtrahend(float top, float c) { return top == -infinity() ? 0.f : top * c; }
 
   // Sums over the row's four lanes.
   DEVICE void finish() {
@@ -121,27 +134,24 @@ DEVICE float finish_row(float top, float sum, const float* sink, float& factor) 
 }
 
 #if DROPOUT
-// Zeroes the dropped weights. `column` is the tile's first column, a multiple of 32; `row` is the thread's first row.
+// Zeroes the dropped weights of accumulator columns 8 n .. 8 n + 31, which are columns `column` .. (a multiple of 32) of
+// the problem; `row` is the thread's first row.
 template <int M, int N>
-DEVICE void apply_dropout(Acc<M, N>& weights, const Params& p, const Scores& s, int row, int column, int lane) {
-  static_assert(N % 4 == 0, "one Philox call serves 32 columns");
+DEVICE void apply_dropout(Acc<M, N>& weights, const Params& p, const Scores& s, int row, int column, int n, int lane) {
   const u32 threshold = (u32)p.dropout_threshold;
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+    for (int r = 0; r < 2; r++) {
+      const Philox4 words =
+          dropout_words(s.seed, s.entry.batch, s.head, row + 16 * m + 8 * r, column + 2 * (lane & 3));
 #pragma unroll
-      for (int group = 0; group < N / 4; group++) {
-        const Philox4 words = dropout_words(s.seed, s.entry.batch, s.head, row + 16 * m + 8 * r,
-                                            column + 32 * group + 2 * (lane & 3));
+      for (int t = 0; t < 4; t++)
 #pragma unroll
-        for (int t = 0; t < 4; t++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            float& x = weights.x[m][4 * group + t][2 * r + j];
-            if (dropout_draw(words, 8 * t + j) >= threshold) x = 0.f;
-          }
-      }
+        for (int j = 0; j < 2; j++) {
+          if (dropout_draw(words, 8 * t + j) >= threshold) weights.x[m][n + t][2 * r + j] = 0.f;
+        }
+    }
 }
 #endif
 

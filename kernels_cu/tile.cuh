@@ -38,10 +38,31 @@ struct Tile {
   }
 };
 
+// One 16-byte chunk of which `left` columns exist (any number; only without WHOLE).
+template <bool BOUNDED, bool WHOLE>
+DEVICE void load_chunk(u32 to, const u16* from, bool inside, int left) {
+#if ALIGNED
+  if (!WHOLE) {
+    cp_async16_partial(to, from, inside ? 2 * min(max(left, 0), 8) : 0);
+  } else if (BOUNDED) {
+    cp_async16_or_zero(to, from, inside);
+  } else {
+    cp_async16(to, from);
+  }
+#else
+  u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    if (inside && (WHOLE || i < left)) word[i / 2] |= (u32)from[i] << (16 * (i & 1));
+  }
+  store_shared16(to, make_uint4(word[0], word[1], word[2], word[3]));
+#endif
+}
+
 // Starts copying tile rows [first, last) (of the tile's own numbering) from `from` + row * stride (elements), `columns`
-// of each, by THREADS threads; other rows, and columns past `columns`, become zeros. Rows outside are never read.
-// Every thread that takes part commits and waits. Without ALIGNED the copy is done when the call returns.
-template <typename T, int THREADS, bool BOUNDED>
+// of each, by THREADS threads; other rows, and columns past `columns`, become zeros and are never read. BOUNDED: some row
+// may be outside; WHOLE: columns is COLS. Whoever takes part commits and waits; without ALIGNED the call itself copies.
+template <typename T, int THREADS, bool BOUNDED, bool WHOLE>
 DEVICE void load_tile(u32 to, const u16* from, i64 stride, int first, int last, int columns, int thread) {
   constexpr int STEP = THREADS / T::kChunks;
   static_assert(THREADS % T::kChunks == 0, "a pass covers whole rows");
@@ -54,20 +75,8 @@ DEVICE void load_tile(u32 to, const u16* from, i64 stride, int first, int last, 
       const bool inside = !BOUNDED || (u32)(row - first) < (u32)(last - first);
 #pragma unroll
       for (int page = 0; page < T::kCols / T::kPage; page++) {
-        const int left = columns - (page * T::kPage + chunk * 8);  // columns that exist from this chunk on
         const u32 address = to + T::offset(row, page * T::kChunks + chunk);
-        const u16* chunk_source = source + page * T::kPage;
-        const int elements = inside ? min(max(left, 0), 8) : 0;
-#if ALIGNED
-        cp_async16(address, chunk_source, elements * 2);
-#else
-        u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          if (i < elements) word[i / 2] |= (u32)chunk_source[i] << (16 * (i & 1));
-        }
-        store_shared16(address, make_uint4(word[0], word[1], word[2], word[3]));
-#endif
+        load_chunk<BOUNDED, WHOLE>(address, source + page * T::kPage, inside, columns - (page * T::kPage + chunk * 8));
       }
     }
     source += STEP * stride;
