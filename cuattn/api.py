@@ -9,6 +9,7 @@ from typing import Any
 from . import arrays, call
 from .call import Gradients
 from .errors import argument_error
+from .spec import LAYOUTS
 
 Pullback = Callable[..., Gradients]
 
@@ -145,6 +146,8 @@ def _gather(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             if name not in named:
                 raise argument_error(name, "None", "(batch + 1,) ints", kind=TypeError)
         options["layout"] = "thd"
+    elif arguments["layout"] not in LAYOUTS:
+        raise argument_error("layout", repr(arguments["layout"]), " or ".join(map(repr, LAYOUTS)))
     offset = arguments["q_offset"]
     if offset is None or hasattr(offset, "__index__") and getattr(offset, "ndim", 0) == 0 and not arrays.is_jax(offset):
         options["q_offset"] = offset

@@ -158,6 +158,7 @@ def make(named: Mapping[str, Any], options: Options, backend: str | None) -> Cal
                 where = "" if device is None else f" on device {device}"
                 raise argument_error(name, got, f"an array like q: {library}{where}")
         arrays[name] = _normal(name, x, adapter)
+    options = _check_values(arrays, options, adapter)
     home_device = device
     target = _ELSEWHERE.get((backend, library))
     if target is not None:
@@ -175,6 +176,32 @@ def make(named: Mapping[str, Any], options: Options, backend: str | None) -> Cal
         bound = _bind(arrays, options, adapter, backend, device)
         _keep(_kept, (key, *options.values()), bound)
     return Call(home, library, adapter, arrays, home_device, device, bound)
+
+
+def _check_values(arrays: Arrays, options: Options, adapter: Adapter) -> Options:
+    """Check lengths by value where that does not wait for a GPU; look up the longest packed sequences."""
+    host = adapter.library == "numpy"
+    axis = 2 if options.get("layout") == "bhsd" else 1
+    for name, x in (("q_seqlens", "q"), ("kv_seqlens", "k")):
+        if host and name in arrays and arrays[x].ndim == 4:
+            lengths, most = arrays[name], arrays[x].shape[axis]
+            if lengths.size and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
+                raise argument_error(name, str(lengths.tolist()), f"lengths from 0 to {most}")
+    for side, x in (("q", "q"), ("k", "k")):
+        name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
+        if name not in arrays or arrays[name].ndim != 1 or arrays[x].ndim != 3 or not (host or options[longest] is None):
+            continue
+        ends = arrays_.adapter("numpy").take(arrays[name])
+        steps, total = ends[1:] - ends[:-1], arrays[x].shape[0]
+        if ends.size and (ends[0] != 0 or ends[-1] != total or (steps < 0).any()):
+            raise argument_error(name, str(ends.tolist()), f"0, then ends that do not decrease, up to {total}")
+        most = int(steps.max(initial=0))
+        given = options[longest]
+        if given is None:
+            options = {**options, longest: most}
+        elif hasattr(given, "__index__") and 0 <= given < most:
+            raise argument_error(longest, str(given), f"at least the longest sequence, {most}")
+    return options
 
 
 def _adopt(name: str, x: Any, library: str, q: Any) -> tuple[str, Any]:
