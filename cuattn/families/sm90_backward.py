@@ -1,0 +1,239 @@
+"""Hopper's backward pass as a ``Program``: row sums, the fused wgmma kernel, conversion of dQ.
+
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. ``kernels_cu/bwd_sm90*.cu`` are the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .. import params
+from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
+from ..spec import AttentionSpec, Operand
+
+if TYPE_CHECKING:
+    from ..device import Device
+
+BLOCK_N = 128  # keys of a CTA: two warpgroups of 64
+THREADS = 384
+SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One row of the tile table: query rows a step, ring depths, and whether the next S^T is issued early."""
+
+    block_m: int
+    stages: int
+    stages_do: int
+    prefetch: int
+
+
+# 64 rows at D 128: dK, dV, the next S^T and dQ^T fill 240 registers. 128 rows at D 64: N = 128 feeds the tensor cores.
+TILES = {64: Tile(128, 2, 2, 1), 128: Tile(64, 3, 2, 1)}
+
+
+def compiled_dim(dim: int) -> int:
+    """Head dim that a kernel is compiled for."""
+    return 64 if dim <= 64 else 128
+
+
+def shared_memory(dim: int, dim_v: int, tile: Tile) -> int:
+    """Dynamic shared memory of the main kernel, bytes (bwd_sm90.cu lays it out)."""
+    tiles = 2 * BLOCK_N * (dim + dim_v) + 2 * tile.block_m * (tile.stages * dim + tile.stages_do * dim_v)
+    sums = 2 * 2 * tile.block_m * BLOCK_N + 4 * tile.block_m * dim
+    rows = 4 * tile.block_m * (tile.stages + tile.stages_do)
+    barriers = 8 * (2 + 2 * tile.stages + 2 * tile.stages_do)
+    return 1024 + tiles + sums + rows + barriers
+
+
+def refuses(spec: AttentionSpec, device: Device) -> str | None:
+    """Why this family does not take the call, or None."""
+    if device.arch != 90:
+        return "needs sm_90"
+    if spec.dtype not in ("float16", "bfloat16"):
+        return "takes float16 and bfloat16"
+    if max(spec.head_dim, spec.head_dim_v) > 128:
+        return "takes head dims up to 128"
+    if compiled_dim(spec.head_dim) != compiled_dim(spec.head_dim_v):
+        return "takes head dims of q and v in one class (up to 64, up to 128)"
+    operands = [x for x in (spec.q, spec.k, spec.v, spec.dout) if x is not None]
+    if spec.head_dim % 8 or spec.head_dim_v % 8 or any(x.align < 16 for x in operands):
+        return "takes rows that start on 16 bytes"
+    if any(n > 1 and stride <= 0 for x in operands for n, stride in zip(x.shape, x.strides, strict=True)):
+        return "takes no broadcast or reversed q, k, v or dout"
+    features = {
+        "bias": spec.bias,
+        "mask": spec.mask,
+        "alibi_slopes": spec.alibi_slopes,
+        "sinks": spec.sinks,
+        "segments": spec.segments,
+        "softcap": spec.softcap,
+        "dropout_p": spec.dropout_p,
+        "lengths or offsets per entry": spec.variable,
+        "deterministic": spec.deterministic,
+    }
+    for name, used in features.items():
+        if used is not None and used:
+            return f"takes no {name}"
+    return None
+
+
+def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """First and end query row that see a key, first and end key that is seen; both ranges empty if there is none."""
+    offset = int(spec.q_offset)
+    row_begin, row_end, key_begin, key_end = 0, spec.seqlen_q, 0, spec.seqlen_kv
+    if spec.window_right >= 0:
+        row_begin = max(row_begin, -offset - spec.window_right)
+        key_end = min(key_end, spec.seqlen_q + offset + spec.window_right)
+    if spec.window_left >= 0:
+        row_end = min(row_end, spec.seqlen_kv + spec.window_left - offset)
+        key_begin = max(key_begin, offset - spec.window_left)
+    if row_begin >= row_end or key_begin >= key_end:
+        return 0, 0, 0, 0
+    return row_begin, row_end, key_begin, key_end
+
+
+def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> TensorMap:
+    """Boxes of 64 columns by ``rows`` over rows [begin, end) of a (batch, heads, seqlen, dim) operand."""
+    batch, heads, _, dim = operand.shape
+    stride_b, stride_h, stride_s, _ = operand.strides
+    return TensorMap(
+        buffer=name,
+        dtype=operand.dtype,
+        dims=(dim, end - begin, heads, batch),
+        strides=tuple(
+            2 * stride if size > 1 else 16
+            for stride, size in ((stride_s, end - begin), (stride_h, heads), (stride_b, batch))
+        ),
+        box=(64, rows, 1, 1),
+        swizzle=128,
+        offset=2 * stride_s * begin,
+    )
+
+
+def _sections(spec: AttentionSpec, rows: int) -> int:
+    """Key/value heads scheduled together: their Q, dO and dQ sums share the L2."""
+    per_head = spec.group * rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
+    return 1 << max(0, (max(1, SECTION_BYTES // per_head)).bit_length() - 1)
+
+
+def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip("bhs", strides[:3], strict=True)}
+
+
+def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
+    """The backward program: inputs q, k, v, out, lse, dout[, dlse]; outputs dq, dk, dv as ``wants`` names them."""
+    assert refuses(spec, device) is None
+    row_begin, row_end, key_begin, key_end = visible(spec)
+    dim, dim_v = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
+    tile = TILES[dim]
+    rows, keys = row_end - row_begin, key_end - key_begin
+    query_blocks, key_blocks = -(-rows // tile.block_m), -(-keys // BLOCK_N)
+    padded = query_blocks * tile.block_m
+    heads = spec.batch * spec.heads_q
+    gradients = [Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in ("q", "k", "v")]
+    outputs = tuple(g for g in gradients if g.name[1:] in wants)
+    workspace = tuple(g for g in gradients if g.name[1:] not in wants) + (
+        Buffer("delta", (heads, max(1, padded)), "float32"),
+        Buffer("lse_log2", (heads, max(1, padded)), "float32"),
+        Buffer("dq_accum", (heads, max(1, padded), dim), "float32"),
+    )
+    steps: list[Launch | Memset] = []
+    if rows < spec.seqlen_q:
+        steps.append(Memset("dq"))
+    if keys < spec.seqlen_kv:
+        steps += [Memset("dk"), Memset("dv")]
+    if rows:
+        steps += _launches(spec, dim, dim_v, tile, (row_begin, row_end, key_begin, key_end), query_blocks, key_blocks)
+    inputs = ("q", "k", "v", "out", "lse", "dout")
+    inputs += (("dlse",) if spec.dlse else ()) + (("softmax_scale",) if spec.softmax_scale is None else ())
+    return Program(inputs=inputs, outputs=outputs, workspace=workspace, steps=tuple(steps))
+
+
+def _launches(
+    spec: AttentionSpec,
+    dim: int,
+    dim_v: int,
+    tile: Tile,
+    ranges: tuple[int, int, int, int],
+    query_blocks: int,
+    key_blocks: int,
+) -> list[Launch | Memset]:
+    row_begin, row_end, key_begin, key_end = ranges
+    out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
+    dout = spec.dout or Operand(
+        spec.dtype, (spec.batch, spec.heads_q, spec.seqlen_q, spec.head_dim_v), (*out_strides, 1)
+    )
+    words: dict[str, int | float] = {
+        **_strides("out", out_strides),
+        **_strides("dout", dout.strides),
+        **_strides("dq", spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim)),
+        **_strides("dk", spec.strides_of(spec.heads_kv, spec.seqlen_kv, spec.head_dim)),
+        **_strides("dv", spec.strides_of(spec.heads_kv, spec.seqlen_kv, spec.head_dim_v)),
+        "lse_stride_b": spec.heads_q * spec.seqlen_q,
+        "lse_stride_h": spec.seqlen_q,
+        "batch": spec.batch,
+        "heads_q": spec.heads_q,
+        "heads_kv": spec.heads_kv,
+        "seqlen_q": spec.seqlen_q,
+        "seqlen_kv": spec.seqlen_kv,
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "window_left": spec.window_left,
+        "window_right": spec.window_right,
+        "q_offset_value": int(spec.q_offset),
+        "softmax_scale_value": spec.softmax_scale or 0.0,
+        "aux0": query_blocks * tile.block_m,
+        "aux1": query_blocks,
+        "aux2": key_blocks,
+        "aux3": _sections(spec, row_end - row_begin),
+        "aux4": row_begin,
+        "aux5": row_end,
+        "aux6": key_begin,
+        "aux7": key_end,
+    }
+    block_words = params.pack(words)
+    defines = (
+        ("DTYPE", 0 if spec.dtype == "float16" else 1),
+        ("HEAD_DIM", dim),
+        ("HEAD_DIM_V", dim_v),
+        ("BLOCK_M", tile.block_m),
+    )
+    window = (("HAS_LEFT", int(spec.window_left >= 0)), ("HAS_RIGHT", int(spec.window_right >= 0)))
+    pipeline = (("STAGES", tile.stages), ("STAGES_DO", tile.stages_do), ("PREFETCH", tile.prefetch))
+    scale = (("softmax_scale", "softmax_scale"),) if spec.softmax_scale is None else ()
+    sums = (("delta", "delta"), ("scratch", "lse_log2"), ("dq_accum", "dq_accum"))
+    query_grid = (spec.batch * spec.heads_q * query_blocks, 1, 1)
+    prepare = Launch(
+        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", defines),
+        grid=query_grid,
+        block=256,
+        shared_memory=0,
+        block_words=block_words,
+        pointers=(*((x, x) for x in ("out", "dout", "lse", *(("dlse",) if spec.dlse else ()))), *sums),
+    )
+    main = Launch(
+        kernel=Kernel("bwd_sm90", "attention_backward_sm90", defines + window + pipeline),
+        grid=(spec.batch * spec.heads_kv * key_blocks, 1, 1),
+        block=THREADS,
+        shared_memory=shared_memory(dim, dim_v, tile),
+        block_words=block_words,
+        pointers=(("dk", "dk"), ("dv", "dv"), *sums, *scale),
+        tensor_maps=(
+            tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
+            tensor_map("k", spec.k, key_begin, key_end, BLOCK_N),
+            tensor_map("v", spec.v, key_begin, key_end, BLOCK_N),
+            tensor_map("dout", dout, row_begin, row_end, tile.block_m),
+        ),
+    )
+    convert = Launch(
+        kernel=Kernel("bwd_sm90_convert", "attention_backward_sm90_convert", defines),
+        grid=query_grid,
+        block=256,
+        shared_memory=0,
+        block_words=block_words,
+        pointers=(("dq", "dq"), ("dq_accum", "dq_accum"), *scale),
+    )
+    return [prepare, main, convert]

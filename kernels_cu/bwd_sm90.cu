@@ -1,0 +1,462 @@
+// Attention backward for Hopper (sm_90a), fp16 and bf16: dK and dV of one key block per CTA, dQ added up in float32.
+// One producer warp (TMA), two warps that add finished dQ tiles to global memory, two consumer warpgroups of 64 keys each.
+// Scores are kept transposed (keys by queries): P^T and dS^T are then wgmma's A operand as they lie in registers, and only
+// dS passes through shared memory. Steps: bwd_sm90_delta.cu before, bwd_sm90_convert.cu after.
+//
+// Shared memory: K and V (128 keys), rings of Q with LSE and of dO with delta, two dS tiles, one float32 dQ tile.
+// Aux words: 0 rows of delta and LSE a head (padded), 1 query blocks a head, 2 key blocks, 3 heads scheduled together,
+// 4 first query row, 5 end of query rows, 6 first key, 7 end of keys (rows outside see nothing).
+#include "config.cuh"
+#include "ptx_sm90.cuh"
+
+#ifndef BLOCK_M
+#define BLOCK_M (HEAD_DIM == 64 ? 128 : 64)
+#endif
+#define BLOCK_N 128
+#define CONSUMERS 2
+#define THREADS (128 * (CONSUMERS + 1))
+#ifndef STAGES  // of Q; dO has two
+#define STAGES 3
+#endif
+#ifndef STAGES_DO
+#define STAGES_DO 2
+#endif
+#ifndef PREFETCH  // the next S^T is issued with this step's dK, the next dP^T after dQ
+#define PREFETCH 1
+#endif
+#ifndef POLL_AT  // quarters of the exponentials before the wait for dP^T
+#define POLL_AT 4
+#endif
+#ifndef WAIT_DK
+#define WAIT_DK (HEAD_DIM == 64)
+#endif
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
+
+#define D HEAD_DIM
+#define DV HEAD_DIM_V
+#define DQ_SPLIT (D == 128)                    // dQ^T's warpgroups split its head dims; otherwise its query rows
+#define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
+#define K_BYTES (BLOCK_N * D * 2)
+#define V_BYTES (BLOCK_N * DV * 2)
+#define Q_BYTES (BLOCK_M * D * 2)
+#define DO_BYTES (BLOCK_M * DV * 2)
+#define DS_BYTES (BLOCK_M * BLOCK_N * 2)
+#define DQ_BYTES (BLOCK_M * D * 4)
+#define ROW_BYTES (BLOCK_M * 4)
+
+// Offsets from the 1024-aligned base
+#define S_K 0
+#define S_V (S_K + K_BYTES)
+#define S_Q (S_V + V_BYTES)
+#define S_DO (S_Q + STAGES * Q_BYTES)
+#define S_DS (S_DO + STAGES_DO * DO_BYTES)
+#define S_DQ (S_DS + 2 * DS_BYTES)
+#define S_LSE (S_DQ + DQ_BYTES)
+#define S_DELTA (S_LSE + STAGES * ROW_BYTES)
+#define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
+#define BAR_K S_BAR
+#define BAR_V (BAR_K + 8)
+#define BAR_Q_FULL (BAR_V + 8)
+#define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
+#define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
+#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
+#define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
+static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
+
+// Named barriers
+#define ID_DS 1                 // both warpgroups have stored dS
+#define ID_DQ_FULL 2            // + warpgroup
+#define ID_DQ_EMPTY 4           // + warpgroup
+
+#define INLINE __attribute__((always_inline))
+
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
+// Descriptor of the operand at byte `offset` of shared memory; only the low word moves, so that it stays in uniform registers.
+__device__ __forceinline__ u64 operand(u32 base16, u32 offset, u32 leading_bytes) {
+  return (u64)(base16 + (offset >> 4) + ((leading_bytes >> 4) << 16)) | (0x40000040ull << 32);
+}
+
+struct Ring {  // a stage and the parity of its barrier
+  int stage, parity;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+struct Work {  // one CTA's: a key block, and the query blocks that see it
+  int batch, head_kv, n, m_begin, m_end;
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ int diagonal(const Params& p) { return (int)p.q_offset_value; }
+
+__device__ __forceinline__ Work work_of(const Params& p, int index) {
+  const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
+  Work w;
+  int head;
+#if HAS_RIGHT || HAS_LEFT  // heavy key blocks first, a section of heads (one L2-full) at a time
+  const int together = (int)p.aux3, section = index / (together * key_blocks), rest = index - section * together * key_blocks;
+  const int width = min(together, heads - section * together);
+  w.n = rest / width;
+  head = section * together + rest % width;
+#else
+  head = index / key_blocks;
+  w.n = index - head * key_blocks;
+#endif
+  w.batch = head / (int)p.heads_kv;
+  w.head_kv = head - w.batch * (int)p.heads_kv;
+  const int first = (int)p.aux6 + w.n * BLOCK_N, last = min(first + BLOCK_N, (int)p.aux7) - 1;
+  int row_begin = (int)p.aux4, row_end = (int)p.aux5;
+#if HAS_RIGHT
+  row_begin = max(row_begin, first - diagonal(p) - (int)p.window_right);
+#endif
+#if HAS_LEFT
+  row_end = min(row_end, last - diagonal(p) + (int)p.window_left + 1);
+#endif
+  w.m_begin = (row_begin - (int)p.aux4) / BLOCK_M;
+  w.m_end = max(w.m_begin, ceil_div(row_end - (int)p.aux4, BLOCK_M));
+  return w;
+}
+
+// ------------------------------------------------------------------------------------------------ producer
+__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
+                                        const TMap* map_do, const Work& w, u32 base) {
+  const int group = (int)(p.heads_q / p.heads_kv);
+  mbarrier_expect(base + BAR_K, K_BYTES);
+#pragma unroll
+  for (int x = 0; x < D / 64; x++)
+    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, w.n * BLOCK_N, w.head_kv, w.batch, base + BAR_K);
+  mbarrier_expect(base + BAR_V, V_BYTES);
+#pragma unroll
+  for (int x = 0; x < DV / 64; x++)
+    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, w.n * BLOCK_N, w.head_kv, w.batch, base + BAR_V);
+  Ring rq{0, 1}, rdo{0, 1};
+  for (int g = 0; g < group; g++) {
+    const int head = w.head_kv * group + g;
+    const i64 row0 = (w.batch * p.heads_q + head) * p.aux0;
+    const float* lse = (const float*)p.scratch + row0;
+    const float* delta = (const float*)p.delta + row0;
+    for (int m = w.m_begin; m < w.m_end; m++) {
+      const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
+      mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
+      mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
+#pragma unroll
+      for (int x = 0; x < D / 64; x++)
+        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, m * BLOCK_M, head, w.batch, full_q);
+      bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
+      mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
+      mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
+#pragma unroll
+      for (int x = 0; x < DV / 64; x++)
+        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, m * BLOCK_M, head, w.batch, full_do);
+      bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
+      rq.next(STAGES);
+      rdo.next(STAGES_DO);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ dQ writers
+// Adds warpgroup `part`'s half of each dQ tile to global memory.
+__device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
+  const int group = (int)(p.heads_q / p.heads_kv), query_blocks = (int)p.aux1, blocks = w.m_end - w.m_begin;
+  const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
+  int left = group * blocks;
+  if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+  for (int g = 0; g < group; g++) {
+    const i64 block0 = (w.batch * p.heads_q + w.head_kv * group + g) * query_blocks;
+    for (int m = w.m_begin; m < w.m_end; m++) {
+      float* dst = p.dq_accum + (block0 + m) * (BLOCK_M * D) + part * (BLOCK_M * D / 2);
+      barrier_sync(ID_DQ_FULL + part, 160);
+      if (lane == 0) {
+        bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
+        bulk_commit();
+        bulk_wait_read<0>();
+      }
+      __syncwarp();
+      if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ consumers
+// Writes a warp's 16 rows of a gradient (64 x DIM accumulator, rows = keys), staged in shared memory at `stage`
+// (slabs of `slab` bytes): whole 16-byte pieces of rows below `rows`, columns below `columns`.
+template <int DIM>
+__device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, u16* out,
+                                               i64 stride, int rows, int columns, int warp, int lane) {
+  const int r = warp * 16 + (lane & 15);
+#pragma unroll
+  for (int j = 0; j < DIM / 16; j++)
+    stmatrix_x4(stage + (j >> 2) * slab + r * 128 + (((2 * (j & 3) + (lane >> 4)) ^ (r & 7)) << 4),
+                pack_half2(x[8 * j] * scale, x[8 * j + 1] * scale), pack_half2(x[8 * j + 2] * scale, x[8 * j + 3] * scale),
+                pack_half2(x[8 * j + 4] * scale, x[8 * j + 5] * scale), pack_half2(x[8 * j + 6] * scale, x[8 * j + 7] * scale));
+  __syncwarp();
+  constexpr int LANES = DIM / 8, ROWS = 32 / LANES;  // 16-byte pieces of a row; rows at a time
+#pragma unroll
+  for (int i = 0; i < 16 / ROWS; i++) {
+    const int row = warp * 16 + i * ROWS + lane / LANES, piece = lane % LANES;
+    uint4 v;
+    shared_load_v4(stage + (piece >> 3) * slab + row * 128 + (((piece & 7) ^ (row & 7)) << 4), v.x, v.y, v.z, v.w);
+    if (row < rows && piece * 8 < columns) *(uint4*)(out + row * stride + piece * 8) = v;
+  }
+}
+
+__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+  const int group = (int)(p.heads_q / p.heads_kv), blocks = w.m_end - w.m_begin, steps = group * blocks;
+  const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
+  const float scale_log2 = softmax_scale * 1.4426950408889634f;
+  float dk[D / 2], dv[DV / 2];
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
+#pragma unroll
+  for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
+  touch(dk);
+  touch(dv);
+
+  const int key0 = (int)p.aux6 + w.n * BLOCK_N;  // the block's first key; this thread's rows are key, key + 8
+  const int row = part * 64 + warp * 16 + (lane >> 2);
+  const int keys = (int)p.aux7 - key0;            // keys of the block, may be more than BLOCK_N
+  const u32 ds_to = base + S_DS + part * (BLOCK_M * 128) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
+                    (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+  const u32 dq_to = base + S_DQ + part * (DQ_BYTES / 2) + thread * 16;
+  const u32 row_from = (lane & 3) * 8;
+
+  // First and last query row (in the query block's own count) that this thread's two keys are seen by, for block m
+  int low0 = row < keys ? -0x40000000 : 0x40000000, low1 = row + 8 < keys ? -0x40000000 : 0x40000000;
+#if HAS_RIGHT
+  const int right = key0 + row - diagonal(p) - (int)p.window_right - (int)p.aux4 - 2 * (lane & 3);
+  low0 = max(low0, right);
+  low1 = max(low1, right + 8);
+#endif
+#if HAS_LEFT
+  const int high0 = key0 + row - diagonal(p) + (int)p.window_left - (int)p.aux4 - 2 * (lane & 3);
+#endif
+  // Query blocks in [clean_begin, clean_end) need no mask
+  int clean_begin = w.m_begin, clean_end = w.m_end;
+#if HAS_RIGHT
+  clean_begin = max(clean_begin, ceil_div(max(key0 + BLOCK_N - 1 - diagonal(p) - (int)p.window_right - (int)p.aux4, 0), BLOCK_M));
+#endif
+#if HAS_LEFT
+  clean_end = min(clean_end, (key0 - diagonal(p) + (int)p.window_left + 1 - (int)p.aux4) / BLOCK_M);
+#endif
+  if (keys < BLOCK_N) clean_end = clean_begin;
+
+  const u32 base16 = (base & 0x3FFFF) >> 4;
+  float s[BLOCK_M / 2], dp[BLOCK_M / 2];
+  auto issue_s = [&](int stage) INLINE {  // S^T = K Q^T
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      Wgmma<BLOCK_M>::ss(s, operand(base16 + part * 512, S_K + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
+                         operand(base16 + stage * (Q_BYTES >> 4), S_Q + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+    wgmma_commit();
+  };
+  auto issue_dp = [&](int stage) INLINE {  // dP^T = V dO^T
+#pragma unroll
+    for (int k = 0; k < DV / 16; k++)
+      Wgmma<BLOCK_M>::ss(dp, operand(base16 + part * 512, S_V + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
+                         operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+    wgmma_commit();
+  };
+
+  Ring rq{0, 0}, rdo{0, 0};
+  int m = w.m_begin, left = steps;
+  auto step = [&](int ds_buffer, auto is_last) INLINE {
+    constexpr bool last = decltype(is_last)::value;
+    const int q_stage = rq.stage;
+    if (!PREFETCH) {
+      mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
+      wgmma_fence();
+      issue_s(rq.stage);
+      mbarrier_wait(base + BAR_DO_FULL + 8 * rdo.stage, rdo.parity);
+      wgmma_fence();
+      issue_dp(rdo.stage);
+      wgmma_wait<1>();
+      touch(s);
+    }
+    if (m < clean_begin || m >= clean_end) {
+      const int shift = m * BLOCK_M;
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / 2; i++) {
+        const int column = 8 * (i >> 2) + (i & 1) + shift;
+        bool seen = column >= ((i & 2) ? low1 : low0);
+#if HAS_LEFT
+        seen = seen && column <= high0 + ((i & 2) ? 8 : 0);
+#endif
+        if (!seen) s[i] = __int_as_float(0xff800000);
+      }
+    }
+    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
+    auto weights = [&](int from, int to) INLINE {  // S^T -> P^T
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / 2; i += 4) {
+        if (i < from || i >= to) continue;
+        const float2 l = shared_load_f2(lse_at + i * 8);
+        s[i] = exp2_approx(s[i] * scale_log2 - l.x);
+        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - l.y);
+        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - l.x);
+        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - l.y);
+      }
+    };
+    constexpr int EARLY = BLOCK_M / 32 * 4 * POLL_AT;  // exponentials before the poll
+    rq.next(STAGES);
+    weights(0, EARLY);
+    if (PREFETCH && !last) {  // a poll here keeps ptxas from moving the wait for dP^T above the exponentials
+      touch(s);
+      mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
+    }
+    wgmma_wait<0>();
+    touch(dp);
+    weights(EARLY, BLOCK_M / 2);
+    u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
+    const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i += 4) {
+      float2 d = shared_load_f2(delta_at + i * 8);
+      pp[i / 2] = pack_half2(s[i], s[i + 1]);
+      pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
+      ds[i / 2] = pack_half2(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
+      ds[i / 2 + 1] = pack_half2(s[i + 2] * (dp[i + 2] - d.x), s[i + 3] * (dp[i + 3] - d.y));
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCK_M / 16; j++)
+      stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+    touch(dv);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; k++)  // dV += P^T dO
+      Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
+                                operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
+    wgmma_commit();
+    proxy_fence();
+    barrier_sync(ID_DS, 256);
+    float dq[DQ_N / 2];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; k++)  // dQ^T = K^T dS^T
+      Wgmma<DQ_N>::template ss<1, 0>(
+          dq, operand(base16 + (DQ_SPLIT ? part * (BLOCK_N * 8) : 0), S_K + k * 2048, BLOCK_N * 128),
+          operand(base16 + ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
+                  S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
+          k > 0);
+    wgmma_commit();
+    wgmma_wait<1>();
+    touch(dv);
+    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+    touch(dk);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; k++)  // dK += dS^T Q
+      Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
+                               operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+    wgmma_commit();
+    if (PREFETCH && !last) {
+      issue_s(rq.stage);
+      wgmma_wait<2>();
+    } else {
+      wgmma_wait<1>();
+    }
+    touch(dq);
+    barrier_sync(ID_DQ_EMPTY + part, 160);
+#pragma unroll
+    for (int i = 0; i < DQ_N / 8; i++)
+      shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
+                      __float_as_uint(dq[4 * i + 3]));
+    proxy_fence();
+    barrier_arrive(ID_DQ_FULL + part, 160);
+    rdo.next(STAGES_DO);
+    if (PREFETCH && !last) {
+      mbarrier_wait(base + BAR_DO_FULL + 8 * rdo.stage, rdo.parity);
+      if (WAIT_DK) wgmma_wait<1>();  // dS^T's registers are free for dP^T
+      wgmma_fence();
+      issue_dp(rdo.stage);
+      wgmma_wait<1>();  // one group at most in flight around the loop: ptxas serialises more
+      touch(s);
+    } else {
+      wgmma_wait<0>();
+    }
+    touch(dk);
+    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
+    if (++m == w.m_end) m = w.m_begin;
+    left--;
+  };
+
+  if (steps > 0) {
+    mbarrier_wait(base + BAR_K, 0);
+    if (PREFETCH) {
+      mbarrier_wait(base + BAR_Q_FULL, 0);
+      wgmma_fence();
+      issue_s(0);
+    }
+    mbarrier_wait(base + BAR_V, 0);
+    if (PREFETCH) {
+      mbarrier_wait(base + BAR_DO_FULL, 0);
+      wgmma_fence();
+      issue_dp(0);
+      wgmma_wait<1>();
+      touch(s);
+    }
+    int buffer = 0;
+#pragma unroll 1
+    for (; left > 1; buffer ^= 1) step(buffer, False());
+    step(buffer, True());
+  } else {  // the loads must land before this CTA leaves
+    mbarrier_wait(base + BAR_K, 0);
+    mbarrier_wait(base + BAR_V, 0);
+  }
+
+  const i64 key = (i64)key0 + part * 64;
+  const int rows = keys - part * 64;
+  u16* dv_to = (u16*)p.dv + w.batch * p.dv_stride_b + w.head_kv * p.dv_stride_h + key * p.dv_stride_s;
+  u16* dk_to = (u16*)p.dk + w.batch * p.dk_stride_b + w.head_kv * p.dk_stride_h + key * p.dk_stride_s;
+  store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
+  barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
+  store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
+                    lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_backward_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
+                            const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
+                            const __grid_constant__ TMap map_do) {
+  extern __shared__ unsigned char memory[];
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  if (threadIdx.x == 0) {
+    mbarrier_init(base + BAR_K, 1);
+    mbarrier_init(base + BAR_V, 1);
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(base + BAR_Q_FULL + 8 * i, 1);
+      mbarrier_init(base + BAR_Q_EMPTY + 8 * i, 4 * CONSUMERS);
+    }
+    for (int i = 0; i < STAGES_DO; i++) {
+      mbarrier_init(base + BAR_DO_FULL + 8 * i, 1);
+      mbarrier_init(base + BAR_DO_EMPTY + 8 * i, 4 * CONSUMERS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const Work w = work_of(p, blockIdx.x);
+  if (warpgroup == 0) {
+    registers_give<24>();
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (warp == 0) {
+      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
+    } else if (warp <= CONSUMERS) {
+      write_dq(p, w, base, warp - 1, threadIdx.x & 31);
+    }
+  } else {
+    registers_take<240>();
+    consume(p, w, base, warpgroup - 1);
+  }
+}
