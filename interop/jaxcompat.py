@@ -1,0 +1,53 @@
+"""What differs between JAX releases (0.5 to 0.12), in one place: varying manual axes and shardings in types.
+
+Knows neither attention nor XLA's binary interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes over which a value inside ``shard_map`` varies; empty outside."""
+    if not hasattr(jax, "typeof"):  # before 0.6: not tracked
+        return frozenset()
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)  # 0.10 and newer
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Cast arrays inside ``shard_map`` to one set of varying axes, as a primitive of ours needs."""
+    found = [varying_axes(x) for x in arrays]
+    union = frozenset[Any]().union(*found)
+    cast = []
+    for x, axes in zip(arrays, found, strict=True):
+        missing = tuple(sorted(union - axes))
+        if missing:
+            pcast = getattr(jax.lax, "pcast", None)
+            x = pcast(x, missing, to="varying") if pcast else jax.lax.pvary(x, missing)
+        cast.append(x)
+    return cast
+
+
+def axis_names(aval: Any) -> tuple[Any, ...]:
+    """The explicit mesh axes of each dimension of an abstract value; all None outside explicit sharding."""
+    sharding = getattr(aval, "sharding", None)
+    spec = tuple(sharding.spec) if sharding is not None else ()
+    return spec + (None,) * (len(aval.shape) - len(spec))
+
+
+def result_like(aval: Any, shape: tuple[int, ...], dtype: Any, names: Sequence[Any]) -> Any:
+    """The abstract value of a result: manual axes and mesh of ``aval``, ``names`` for its own dimensions."""
+    kept = {}
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None:
+        kept["sharding"] = NamedSharding(sharding.mesh, PartitionSpec(*names))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, **kept)
