@@ -1,0 +1,96 @@
+"""Tile tables of the mma.sync family: literals only, each row with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A configuration of ``fwd.cu``, whose head says what the fields do; ``head_dim`` is the largest it is for."""
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    stages: int
+    min_blocks: int = 1
+    q_in_registers: bool = False
+
+    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes of dynamic shared memory at these (rounded) head dims: Q (or O), and the stages of K and V."""
+        return 2 * (self.block_m * max(head_dim, head_dim_v) + self.stages * self.block_n * (head_dim + head_dim_v))
+
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # compile-time head dims; others round up
+
+# Scores that are q.k, scaled: as many rows a warp as registers allow, since each warp reads all of K and V.
+FORWARD = (
+    Tile(64, 128, 96, 4, 1, 2),  # 64 + 96 accumulators a thread: the widest without spills
+    Tile(96, 128, 64, 4, 2, 2),  # 96 + 64
+    Tile(128, 128, 64, 4, 2, 2),  # 128 + 64; 96 KB, so two blocks an SM hide each other's softmax
+    Tile(128, 128, 32, 4, 1, 2),  # sm_86, sm_89: 48 KB, still two blocks an SM
+    Tile(128, 64, 64, 4, 1, 1),  # sm_75: 48 KB of its 64
+    Tile(256, 128, 64, 8, 1, 1),  # O takes 128 registers at 16 rows a warp
+    Tile(256, 64, 64, 4, 1, 1),  # sm_86, sm_89: 96 KB
+    Tile(256, 64, 32, 4, 1, 1),  # sm_75: 64 KB, all it has
+)
+
+# Scores with bias, mask, dropout and the like: 16 rows a warp leave registers for addresses and random numbers.
+FORWARD_FEATURED = (
+    Tile(128, 64, 64, 4, 2, 2),
+    Tile(128, 64, 64, 4, 1, 2),
+    Tile(256, 64, 64, 4, 1, 1),
+    Tile(256, 64, 32, 4, 1, 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """A configuration of ``bwd.cu``, whose head says what the fields do; ``head_dim`` is the largest it is for."""
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    warps_n: int
+    warps_m: int
+    sub_m: int
+    stages: int
+    dq_warps_m: int
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_m
+
+    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes of dynamic shared memory at these (rounded) head dims: K, V, the stages of Q, dO, LSE and delta, dS, P."""
+        dims = head_dim + head_dim_v
+        scores = self.block_m * self.block_n * (2 if self.warps_m > 1 else 1)
+        return 2 * (dims * (self.block_n + self.stages * self.block_m) + scores) + 8 * self.stages * self.block_m
+
+
+# dK and dV take 2 * block_n * head_dim / threads registers each, the scores 2 * 32 a thread. 128 keys where they fit: the
+# traffic of dQ's sums falls with them.
+BACKWARD = (
+    BackwardTile(64, 64, 128, 4, 1, 32, 2, 2, 2),  # 80 KB: two blocks an SM hide each other's barriers
+    BackwardTile(64, 64, 64, 4, 1, 32, 1, 2, 1),  # sm_75: 40 KB
+    BackwardTile(96, 64, 128, 4, 2, 32, 2, 4, 1),  # 129 KB
+    BackwardTile(96, 64, 64, 4, 1, 32, 2, 2, 1),  # sm_86, sm_89: 81 KB
+    BackwardTile(96, 32, 64, 4, 1, 32, 1, 2, 1),  # sm_75: 40 KB
+    BackwardTile(128, 64, 128, 4, 2, 32, 2, 2, 1),  # 161 KB, just within sm_80
+    BackwardTile(128, 64, 64, 4, 1, 32, 1, 2, 1),  # sm_86, sm_89: 72 KB
+    BackwardTile(128, 32, 64, 4, 1, 32, 1, 2, 1),  # sm_75: 52 KB
+    BackwardTile(192, 64, 64, 4, 2, 32, 2, 2, 1),  # 161 KB
+    BackwardTile(192, 32, 64, 4, 2, 16, 1, 2, 1),  # sm_86, sm_89: 80 KB
+    BackwardTile(192, 32, 32, 2, 2, 16, 1, 2, 1),  # sm_75: 52 KB
+    BackwardTile(256, 64, 64, 4, 2, 32, 2, 2, 1),  # 209 KB
+    BackwardTile(256, 64, 64, 4, 2, 32, 1, 2, 1),  # sm_80: 145 KB
+    BackwardTile(256, 32, 32, 2, 2, 16, 1, 2, 1),  # sm_86, sm_89: 68 KB
+)
+
+# bwd_dbias.cu: four strips of keys; only block_m and block_n count, and shared memory, which has no dS.
+BACKWARD_BIAS = (
+    BackwardTile(128, 64, 64, 4, 1, 64, 1, 4),
+    BackwardTile(256, 32, 64, 4, 1, 32, 1, 4),
+)
