@@ -226,12 +226,12 @@ def keywords(problem: Problem) -> dict[str, Any]:
 
 
 def tolerance(plain: Any, oracle: Any, dtype: str) -> float:
-    """Twice the error of plain attention, and the rounding of the largest value to ``dtype``."""
+    """Twice the error of plain attention, and a rounding (two of 32 bits or more) of the largest value."""
     finite = np.isfinite(oracle)
     if not finite.any():
         return 0.0
     largest = float(np.abs(oracle[finite]).max())
-    eps = float(ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps)
+    eps = float(ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps) * (1 if NUMPY_DTYPES[dtype].itemsize == 2 else 2)
     return 2.0 * float(np.abs(np.asarray(plain, np.float64)[finite] - oracle[finite]).max()) + eps * (largest + 1e-3)
 
 
