@@ -1,0 +1,71 @@
+"""What the CPU backend's planner and its compiled loops agree on: codes, words of the block, register tiles.
+
+Imports neither Numba nor llvmlite by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+# The aux words of the parameter block
+AUX_KIND = "aux0"  # how q, k, v, out and their gradients are stored: KIND_*
+AUX_ROWS = "aux1"  # query rows of a tile, a multiple of the panel width
+AUX_KEYS = "aux2"  # keys of a block, a multiple of 32
+AUX_PARTS = "aux3"  # backward: parts that the query rows of a key/value head are dealt to
+AUX_WANTS = "aux4"  # backward: WANT_* bits
+AUX_BIAS_KIND = "aux5"  # how bias and its gradient are stored: KIND_*
+AUX_TOTAL_Q = "aux6"  # packed sequences: rows of q in all
+KIND_REAL, KIND_FLOAT16, KIND_BFLOAT16, KIND_FLOAT32 = range(4)
+WANT_Q, WANT_K, WANT_V = 1, 2, 4
+GROUP = 32  # columns that share dropout's counters; blocks of keys begin at a multiple of it
+
+
+@dataclass(frozen=True)
+class Isa:
+    """Register tile of one instruction set: accumulators are ``rows`` x ``vectors`` registers."""
+
+    vector_bytes: int
+    rows: int
+    vectors: int
+
+    def lanes(self, itemsize: int) -> int:
+        return self.vector_bytes // itemsize
+
+    def width(self, itemsize: int) -> int:
+        """Query rows of a panel."""
+        return self.vectors * self.lanes(itemsize)
+
+
+def isa_of(features: Callable[[str], bool]) -> Isa:
+    """The register tile for a CPU: what its registers hold beside the operands of one step."""
+    if features("avx512f"):
+        return Isa(64, 8, 2)  # 16 of 32; a width of 32 wastes less at the diagonal than 48
+    if features("avx2"):
+        return Isa(32, 4, 3)  # 12 of 16, 3 for the panel, 1 for the broadcast
+    if features("neon") or features("fp-armv8"):
+        return Isa(16, 8, 2)  # 16 of 32
+    return Isa(16, 4, 2)  # SSE2: 8 of 16
+
+
+@cache
+def machine() -> Isa:
+    """The register tile for this CPU."""
+    from .cpu_code import features
+
+    return isa_of(features().__contains__)
+
+
+def _itemsize(accumulator: str) -> int:
+    return 8 if accumulator == "float64" else 4
+
+
+def panel_width(accumulator: str) -> int:
+    """Query rows of a panel on this CPU, for tiles that compute in ``accumulator``."""
+    return machine().width(_itemsize(accumulator))
+
+
+def padding(accumulator: str) -> int:
+    """What rows in scratch are padded to a multiple of, in elements."""
+    return max(machine().lanes(_itemsize(accumulator)), machine().rows)

@@ -1,0 +1,645 @@
+"""Vector micro-kernels of the CPU backend: the products of a tile, exp2, softmax, transposes, as LLVM vectors.
+
+Everything works on 64-bit addresses of scratch memory. A *panel* is ``width`` query rows laid side by side in
+vector lanes, so a score tile is stored transposed, ``tile[key][lane]``: softmax is vertical, keys and values
+are broadcast scalars that need no packing. No strides of the caller, no masks but a range of keys per
+lane, no features: ``cpu_tiles.py`` has those.
+
+NOTE: no fast-math flag but ``contract``: ``ninf`` breaks the tests for -inf and ``reassoc`` the rounding of
+exp2. A contracted multiply-add is one instruction with FMA and, unlike ``llvm.fma``, no libm call without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .cpu_layout import Isa
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+UNROLL = 4
+LN2 = 0.6931471805599453
+
+# 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp with the scaling below, tested); float64: Taylor.
+EXP2_FLOAT32 = (
+    1.0, 0.6931471824645996, 0.24022647738456726, 0.055503323674201965, 0.00961843691766262,
+    0.0013398875016719103, 0.00015353360504377633,
+)  # fmt: skip
+EXP2_FLOAT64 = (
+    1.0, 0.6931471805599453, 0.2402265069591007, 0.055504108664821576, 0.009618129107628477,
+    0.0013333558146428441, 0.00015403530393381606, 1.5252733804059838e-05, 1.3215486790144305e-06,
+    1.0178086009239696e-07, 7.054911620801121e-09, 4.44553827187081e-10, 2.5678435993488196e-11,
+    1.3691488853904124e-12,
+)  # fmt: skip
+
+
+def _i64(n: int) -> Any:
+    return ir.Constant(I64, n)
+
+
+class _Loop:
+    """A counted loop with carried values: ``for i in range(start, stop, step)``, which may be empty."""
+
+    def __init__(self, b: Any, start: Any, stop: Any, step: int, carried: Sequence[Any]) -> None:
+        self.b, self.step = b, step
+        before = b.block
+        self.head, body, self.end = (b.append_basic_block(name) for name in ("head", "body", "end"))
+        b.branch(self.head)
+        b.position_at_end(self.head)
+        self.i = b.phi(I64)
+        self.i.add_incoming(start, before)
+        self.carried = []
+        for value in carried:
+            phi = b.phi(value.type)
+            phi.add_incoming(value, before)
+            self.carried.append(phi)
+        b.cbranch(b.icmp_signed("<", self.i, stop), body, self.end)
+        b.position_at_end(body)
+
+    def close(self, values: Sequence[Any]) -> list[Any]:
+        """End the body with the next iteration's values; the values after the loop come back."""
+        b = self.b
+        self.i.add_incoming(b.add(self.i, _i64(self.step)), b.block)
+        for phi, value in zip(self.carried, values, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(self.head)
+        b.position_at_end(self.end)
+        return self.carried
+
+
+class _Vectors:
+    """LLVM idioms for vectors of one real type; ``b`` is an IR builder throughout."""
+
+    def __init__(self, real: str, isa: Isa) -> None:
+        double = real == "float64"
+        self.scalar = ir.DoubleType() if double else ir.FloatType()
+        self.itemsize = 8 if double else 4
+        self.lanes = isa.lanes(self.itemsize)
+        self.type = ir.VectorType(self.scalar, self.lanes)
+        self.int = I64 if double else I32
+        self.ints = ir.VectorType(self.int, self.lanes)
+        self.coefficients = EXP2_FLOAT64 if double else EXP2_FLOAT32
+        self.magic = 1.5 * 2.0**52 if double else 1.5 * 2.0**23
+        self.smallest = -1022.0 if double else -126.0
+        self.mantissa = 52 if double else 23
+        self.zero = self.constant(0.0)
+
+    def constant(self, x: float) -> Any:
+        value = x if self.itemsize == 8 else float(np.float32(x))
+        return ir.Constant(self.type, [value] * self.lanes)
+
+    def pointer(self, b: Any, address: Any) -> Any:
+        return b.inttoptr(address, self.scalar.as_pointer())
+
+    def at(self, b: Any, pointer: Any, offset: Any) -> Any:
+        return b.gep(pointer, [_i64(offset) if isinstance(offset, int) else offset], inbounds=True)
+
+    def splat(self, b: Any, x: Any) -> Any:
+        kind = ir.VectorType(x.type, self.lanes)
+        undefined = ir.Constant(kind, ir.Undefined)
+        return b.shuffle_vector(
+            b.insert_element(undefined, x, ir.Constant(I32, 0)), undefined,
+            ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes),
+        )  # fmt: skip
+
+    def load(self, b: Any, pointer: Any, offset: Any = 0, kind: Any = None) -> Any:
+        address = b.bitcast(self.at(b, pointer, offset), (kind or self.type).as_pointer())
+        value = b.load(address)
+        value.align = self.itemsize
+        return value
+
+    def store(self, b: Any, value: Any, pointer: Any, offset: Any = 0) -> None:
+        b.store(value, b.bitcast(self.at(b, pointer, offset), self.type.as_pointer())).align = self.itemsize
+
+    def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+        return b.fadd(b.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+    def max(self, b: Any, x: Any, top: Any) -> Any:
+        """The larger; a NaN in x leaves top."""
+        return b.select(b.fcmp_ordered(">", x, top), x, top)
+
+    def exp2(self, b: Any, x: Any) -> Any:
+        """2^x for x up to 126: Cody-Waite, at most 1 ulp; 0 below the normal range, NaN for NaN."""
+        low = b.fcmp_ordered("<", x, self.constant(self.smallest))
+        bounded = b.select(low, self.constant(self.smallest), x)
+        shifted = b.fadd(bounded, self.constant(self.magic))
+        f = b.fsub(bounded, b.fsub(shifted, self.constant(self.magic)))
+        p = self.constant(self.coefficients[-1])
+        for c in self.coefficients[-2::-1]:
+            p = self.fma(b, p, f, self.constant(c))
+        exponent = b.shl(b.bitcast(shifted, self.ints), ir.Constant(self.ints, [self.mantissa] * self.lanes))
+        scaled = b.bitcast(b.add(b.bitcast(p, self.ints), exponent), self.type)
+        return b.select(low, self.zero, scaled)
+
+    def subtrahend(self, b: Any, top: Any) -> Any:
+        """The running maximum, 0 where nothing was seen yet."""
+        return b.select(b.fcmp_ordered("==", top, self.constant(-np.inf)), self.zero, top)
+
+    def transpose(self, b: Any, rows: list[Any]) -> list[Any]:
+        """A square of vectors, by perfect shuffles."""
+        n, half = self.lanes, self.lanes // 2
+        kind = ir.VectorType(I32, n)
+        low = ir.Constant(kind, [i // 2 + n * (i % 2) for i in range(n)])
+        high = ir.Constant(kind, [half + i // 2 + n * (i % 2) for i in range(n)])
+        for _ in range(n.bit_length() - 1):
+            pairs = [(rows[i], rows[i + half]) for i in range(half)]
+            rows = [b.shuffle_vector(x, y, m) for x, y in pairs for m in (low, high)]
+        return rows
+
+    def row_sums(self, b: Any, rows: list[Any]) -> Any:
+        """The sum of each of ``lanes`` vectors, as one vector."""
+        total = None
+        for column in self.transpose(b, rows):
+            total = column if total is None else b.fadd(total, column)
+        return total
+
+    def reduce(self, b: Any, x: Any, operation: Callable[[Any, Any], Any]) -> Any:
+        parts = [b.extract_element(x, ir.Constant(I32, i)) for i in range(self.lanes)]
+        while len(parts) > 1:
+            parts = [operation(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
+        return parts[0]
+
+
+def _rank_1(
+    v: _Vectors, b: Any, acc: Sequence[Any], a: Any, panel: Any, count: Any, a_step: Any, panel_step: Any,
+    a_offset: Callable[[int, int], Any], vectors: int,
+) -> tuple[list[Any], Any, Any]:  # fmt: skip
+    """acc[r][lane] += sum over ``count`` steps of a[offset(u, r)] * panel[lane]; both pointers advance."""
+    main = b.and_(count, _i64(-UNROLL))
+    state = [*acc, a, panel]
+    start = _i64(0)
+    for unroll, stop in ((UNROLL, main), (1, count)):
+        loop = _Loop(b, start, stop, unroll, state)
+        *acc, a, panel = loop.carried
+        for u in range(unroll):
+            step = b.mul(panel_step, _i64(u))
+            lanes = [v.load(b, panel, b.add(step, _i64(i * v.lanes))) for i in range(vectors)]
+            for r in range(len(acc) // vectors):
+                x = v.splat(b, b.load(v.at(b, a, a_offset(u, r))))
+                for i in range(vectors):
+                    acc[r * vectors + i] = v.fma(b, x, lanes[i], acc[r * vectors + i])
+        advance = [v.at(b, p, b.mul(s, _i64(unroll))) for p, s in ((a, a_step), (panel, panel_step))]
+        state = loop.close([*acc, *advance])
+        start = main
+    *acc, a, panel = state
+    return list(acc), a, panel
+
+
+def _void(arity: int) -> Any:
+    return types.void(*[types.int64] * arity)
+
+
+def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
+    width, rows, vectors = isa.width(v.itemsize), isa.rows, isa.vectors
+
+    @intrinsic
+    def scores(ctx: Any, k: Any, k_stride: Any, keys: Any, q: Any, dim: Any, s: Any, top: Any, low: Any, high: Any, first: Any) -> Any:  # noqa: E501
+        """s[key][lane] = k[key] . q[.][lane] and top = max(top, s); ``keys`` is a multiple of ``rows``.
+
+        Masked: -inf unless low[lane] <= first + key <= high[lane].
+        """
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            k, k_stride, keys, q, dim, s, top, low, high, first = args
+            k, q, s, top = (v.pointer(b, x) for x in (k, q, s, top))
+            bounds = []
+            if masked:
+                for x in (low, high):
+                    pointer = b.inttoptr(x, v.int.as_pointer())
+                    bounds.append([v.load(b, pointer, i * v.lanes, v.ints) for i in range(vectors)])
+            tops = [v.load(b, top, i * v.lanes) for i in range(vectors)]
+            loop = _Loop(b, _i64(0), keys, rows, [*tops, k, s])
+            *tops, k, s = loop.carried
+            offsets = [b.mul(k_stride, _i64(r)) for r in range(rows)]
+            acc, _, _ = _rank_1(
+                v, b, [v.zero] * (rows * vectors), k, q, dim, _i64(1), _i64(width),
+                lambda u, r: b.add(offsets[r], _i64(u)), vectors,
+            )  # fmt: skip
+            for r in range(rows):
+                if masked:
+                    key = b.add(b.add(first, loop.i), _i64(r))
+                    key = v.splat(b, key if v.itemsize == 8 else b.trunc(key, I32))
+                for i in range(vectors):
+                    x = acc[r * vectors + i]
+                    if masked:
+                        seen = b.and_(
+                            b.icmp_signed("<=", bounds[0][i], key), b.icmp_signed("<=", key, bounds[1][i])
+                        )
+                        x = b.select(seen, x, v.constant(-np.inf))
+                    v.store(b, x, s, r * width + i * v.lanes)
+                    tops[i] = v.max(b, x, tops[i])
+            done = loop.close([*tops, v.at(b, k, b.mul(k_stride, _i64(rows))), v.at(b, s, rows * width)])
+            for i in range(vectors):
+                v.store(b, done[i], top, i * v.lanes)
+            return context.get_dummy_value()
+
+        return _void(10), codegen
+
+    return scores
+
+
+def _make_softmax(v: _Vectors, isa: Isa) -> Any:
+    width, vectors = isa.width(v.itemsize), isa.vectors
+
+    @intrinsic
+    def softmax(ctx: Any, s: Any, keys: Any, top: Any, former: Any, total: Any, decay: Any) -> Any:
+        """s = 2^(s - top) in place; decay = 2^(former - top); total = total * decay + sum of s; former = top.
+
+        ``keys`` is even. A top of -inf counts as 0: nothing was seen.
+        """
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            s, top, former, total, decay = (v.pointer(b, args[i]) for i in (0, 2, 3, 4, 5))
+            subtrahends, totals = [], []
+            for i in range(vectors):
+                at = i * v.lanes
+                m = v.load(b, top, at)
+                subtrahends.append(v.subtrahend(b, m))
+                factor = v.exp2(b, b.fsub(v.load(b, former, at), subtrahends[i]))
+                v.store(b, factor, decay, at)
+                v.store(b, m, former, at)
+                totals.append(b.fmul(v.load(b, total, at), factor))
+            loop = _Loop(b, _i64(0), args[1], 2, [*totals, s])
+            *totals, s = loop.carried
+            for at in range(0, 2 * width, v.lanes):
+                i = at // v.lanes % vectors
+                p = v.exp2(b, b.fsub(v.load(b, s, at), subtrahends[i]))
+                v.store(b, p, s, at)
+                totals[i] = b.fadd(totals[i], p)
+            done = loop.close([*totals, v.at(b, s, 2 * width)])
+            for i in range(vectors):
+                v.store(b, done[i], total, i * v.lanes)
+            return context.get_dummy_value()
+
+        return _void(6), codegen
+
+    return softmax
+
+
+def _make_values(v: _Vectors, isa: Isa) -> Any:
+    width, rows, vectors = isa.width(v.itemsize), isa.rows, isa.vectors
+
+    @intrinsic
+    def values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any) -> Any:
+        """acc[d][lane] = acc * decay[lane] + sum over keys of x[key][d] * p[key][lane]; dim a multiple of rows."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
+            x_stride, keys, dim = args[1], args[2], args[4]
+            decays = [v.load(b, decay, i * v.lanes) for i in range(vectors)]
+            loop = _Loop(b, _i64(0), dim, rows, [x, acc])
+            x, acc = loop.carried
+            places = [(r * vectors + i, r * width + i * v.lanes) for r in range(rows) for i in range(vectors)]
+            sums = [b.fmul(v.load(b, acc, at), decays[n % vectors]) for n, at in places]
+            offsets = [b.mul(x_stride, _i64(u)) for u in range(UNROLL)]
+            sums, _, _ = _rank_1(
+                v, b, sums, x, p, keys, x_stride, _i64(width), lambda u, r: b.add(offsets[u], _i64(r)), vectors
+            )
+            for n, at in places:
+                v.store(b, sums[n], acc, at)
+            loop.close([v.at(b, x, rows), v.at(b, acc, rows * width)])
+            return context.get_dummy_value()
+
+        return _void(7), codegen
+
+    return values
+
+
+def _make_outer(v: _Vectors, isa: Isa) -> Any:
+    width, rows = isa.width(v.itemsize), isa.rows
+
+    @intrinsic
+    def outer(ctx: Any, p: Any, p_stride: Any, panels: Any, keys: Any, x: Any, dim: Any, acc: Any) -> Any:
+        """acc[key][d] += sum over panels and lanes of p[panel][key][lane] * x[panel * width + lane][d].
+
+        Rows of x and acc are ``dim`` long, a multiple of the lanes; ``keys`` is a multiple of ``rows``.
+        """
+
+        def block(b: Any, args: Any, p: Any, acc: Any, column: Any, vectors: int) -> None:
+            _, p_stride, panels, _, x, dim, _ = args
+            places = [(r, i) for r in range(rows) for i in range(vectors)]
+            at = [b.add(b.add(b.mul(dim, _i64(r)), _i64(i * v.lanes)), column) for r, i in places]
+            sums = [v.load(b, acc, offset) for offset in at]
+            x = v.at(b, v.pointer(b, x), column)
+            loop = _Loop(b, _i64(0), panels, 1, [*sums, p, x])
+            *sums, panel, x = loop.carried
+            sums, _, x = _rank_1(
+                v, b, sums, panel, x, _i64(width), _i64(1), dim, lambda u, r: r * width + u, vectors
+            )
+            sums = loop.close([*sums, v.at(b, panel, p_stride), x])[: len(places)]
+            for offset, value in zip(at, sums, strict=True):
+                v.store(b, value, acc, offset)
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            dim, step = args[5], isa.vectors * v.lanes
+            loop = _Loop(b, _i64(0), args[3], rows, [v.pointer(b, args[0]), v.pointer(b, args[6])])
+            p, acc = loop.carried
+            main = b.sub(dim, b.urem(dim, _i64(step)))
+            start = _i64(0)
+            for vectors, stop in ((isa.vectors, main), (1, dim)):
+                columns = _Loop(b, start, stop, vectors * v.lanes, [])
+                block(b, args, p, acc, columns.i, vectors)
+                columns.close([])
+                start = main
+            loop.close([v.at(b, p, rows * width), v.at(b, acc, b.mul(dim, _i64(rows)))])
+            return context.get_dummy_value()
+
+        return _void(7), codegen
+
+    return outer
+
+
+def _make_weights(v: _Vectors, isa: Isa, gradient: bool) -> Any:
+    width, vectors = isa.width(v.itemsize), isa.vectors
+
+    @intrinsic
+    def weights(ctx: Any, s: Any, dp: Any, keys: Any, lse: Any, delta: Any) -> Any:
+        """s = 2^(s - lse) in place and, for the gradient, dp = s * (dp - delta), 0 where s is 0."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            s, dp, lse, delta = (v.pointer(b, args[i]) for i in (0, 1, 3, 4))
+            lses = [v.load(b, lse, i * v.lanes) for i in range(vectors)]
+            deltas = [v.load(b, delta, i * v.lanes) for i in range(vectors)]
+            loop = _Loop(b, _i64(0), args[2], 1, [s, dp])
+            s, dp = loop.carried
+            for i in range(vectors):
+                at = i * v.lanes
+                p = v.exp2(b, b.fsub(v.load(b, s, at), lses[i]))
+                v.store(b, p, s, at)
+                if gradient:
+                    d = b.fmul(p, b.fsub(v.load(b, dp, at), deltas[i]))
+                    v.store(b, b.select(b.fcmp_ordered("==", p, v.zero), v.zero, d), dp, at)
+            loop.close([v.at(b, s, width), v.at(b, dp, width)])
+            return context.get_dummy_value()
+
+        return _void(5), codegen
+
+    return weights
+
+
+def _make_transpose(v: _Vectors) -> Any:
+    n = v.lanes
+
+    @intrinsic
+    def transpose(ctx: Any, x: Any, x_stride: Any, rows: Any, columns: Any, y: Any, y_stride: Any) -> Any:
+        """y[column][row] = x[row][column]; rows and columns are multiples of the lanes."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            x, x_stride, rows, columns, y, y_stride = args
+            x, y = v.pointer(b, x), v.pointer(b, y)
+            down = _Loop(b, _i64(0), rows, n, [])
+            right = _Loop(b, _i64(0), columns, n, [])
+            source = v.at(b, x, b.add(b.mul(down.i, x_stride), right.i))
+            target = v.at(b, y, b.add(b.mul(right.i, y_stride), down.i))
+            square = [v.load(b, source, b.mul(x_stride, _i64(r))) for r in range(n)]
+            for r, row in enumerate(v.transpose(b, square)):
+                v.store(b, row, target, b.mul(y_stride, _i64(r)))
+            right.close([])
+            down.close([])
+            return context.get_dummy_value()
+
+        return _void(6), codegen
+
+    return transpose
+
+
+def _make_exp2(v: _Vectors) -> Any:
+    @intrinsic
+    def exp2(ctx: Any, x: Any, count: Any) -> Any:
+        """x = 2^x in place; ``count`` is a multiple of the lanes."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            pointer = v.pointer(b, args[0])
+            loop = _Loop(b, _i64(0), args[1], v.lanes, [])
+            v.store(b, v.exp2(b, v.load(b, pointer, loop.i)), pointer, loop.i)
+            loop.close([])
+            return context.get_dummy_value()
+
+        return _void(2), codegen
+
+    return exp2
+
+
+def _make_dots(v: _Vectors) -> Any:
+    n = v.lanes
+
+    @intrinsic
+    def dots(ctx: Any, q: Any, k: Any, k_stride: Any, keys: Any, dim: Any, s: Any) -> Any:
+        """s[key] = k[key] . q for one query; ``keys`` and ``dim`` are multiples of the lanes."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            q, k, s = (v.pointer(b, args[i]) for i in (0, 1, 5))
+            k_stride, keys, dim = args[2], args[3], args[4]
+            keys_loop = _Loop(b, _i64(0), keys, n, [k])
+            k = keys_loop.carried[0]
+            offsets = [b.mul(k_stride, _i64(r)) for r in range(n)]
+            loop = _Loop(b, _i64(0), dim, n, [v.zero] * n)
+            x = v.load(b, q, loop.i)
+            acc = loop.close([
+                v.fma(b, x, v.load(b, k, b.add(offsets[r], loop.i)), loop.carried[r]) for r in range(n)
+            ])  # fmt: skip
+            v.store(b, v.row_sums(b, list(acc)), s, keys_loop.i)
+            keys_loop.close([v.at(b, k, b.mul(k_stride, _i64(n)))])
+            return context.get_dummy_value()
+
+        return _void(6), codegen
+
+    return dots
+
+
+def _make_row_softmax(v: _Vectors) -> Any:
+    @intrinsic
+    def row_softmax(ctx: Any, s: Any, keys: Any, stats: Any) -> Any:
+        """``softmax`` for one query whose scores lie side by side; stats: top, total, and decay, which is set."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            s, stats = v.pointer(b, args[0]), v.pointer(b, args[2])
+            loop = _Loop(b, _i64(0), args[1], v.lanes, [v.constant(-np.inf)])
+            (top,) = loop.close([v.max(b, v.load(b, s, loop.i), loop.carried[0])])
+            former = b.load(v.at(b, stats, 0))
+            top = v.reduce(b, top, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+            top = b.select(b.fcmp_ordered(">", top, former), top, former)
+            subtrahend = v.subtrahend(b, v.splat(b, top))
+            decay = v.exp2(b, b.fsub(v.splat(b, former), subtrahend))
+            decay = b.extract_element(decay, ir.Constant(I32, 0))
+            loop = _Loop(b, _i64(0), args[1], v.lanes, [v.zero])
+            p = v.exp2(b, b.fsub(v.load(b, s, loop.i), subtrahend))
+            v.store(b, p, s, loop.i)
+            (total,) = loop.close([b.fadd(loop.carried[0], p)])
+            total = v.reduce(b, total, b.fadd)
+            total = b.fadd(b.fmul(b.load(v.at(b, stats, 1)), decay), total)
+            for i, value in enumerate((top, total, decay)):
+                b.store(value, v.at(b, stats, i))
+            return context.get_dummy_value()
+
+        return _void(3), codegen
+
+    return row_softmax
+
+
+def _make_row_values(v: _Vectors) -> Any:
+    n = v.lanes
+
+    @intrinsic
+    def row_values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any) -> Any:
+        """acc[d] = acc * decay + sum over keys of p[key] * x[key][d] for one query; dim a multiple of the lanes."""
+
+        def columns(b: Any, args: Any, at: Any, vectors: int) -> None:
+            x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
+            factor = v.splat(b, b.load(decay))
+            sums = [b.fmul(v.load(b, acc, b.add(at, _i64(i * n))), factor) for i in range(vectors)]
+            loop = _Loop(b, _i64(0), args[2], 1, [*sums, v.at(b, x, at)])
+            *sums, row = loop.carried
+            weight = v.splat(b, b.load(v.at(b, p, loop.i)))
+            for i in range(vectors):
+                sums[i] = v.fma(b, weight, v.load(b, row, i * n), sums[i])
+            done = loop.close([*sums, v.at(b, row, args[1])])
+            for i in range(vectors):
+                v.store(b, done[i], acc, b.add(at, _i64(i * n)))
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            dim = args[4]
+            start = _i64(0)
+            for vectors in (8, 4, 1):
+                stop = b.sub(dim, b.urem(b.sub(dim, start), _i64(vectors * n)))
+                loop = _Loop(b, start, stop, vectors * n, [])
+                columns(b, args, loop.i, vectors)
+                loop.close([])
+                start = stop
+            return context.get_dummy_value()
+
+        return _void(7), codegen
+
+    return row_values
+
+
+def _make_get(kind: Any, numba_type: Any) -> Any:
+    @intrinsic
+    def get(ctx: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            return b.load(b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]]))
+
+        return numba_type(types.int64, types.int64), codegen
+
+    return get
+
+
+def _make_put(kind: Any, numba_type: Any) -> Any:
+    @intrinsic
+    def put(ctx: Any, address: Any, index: Any, value: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            b.store(args[2], b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return put
+
+
+def _make_bitcast(source: tuple[Any, Any], target: tuple[Any, Any]) -> Any:
+    @intrinsic
+    def bitcast(ctx: Any, x: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            return b.bitcast(args[0], target[1])
+
+        return target[0](source[0]), codegen
+
+    return bitcast
+
+
+_F32, _F64 = (types.float32, ir.FloatType()), (types.float64, ir.DoubleType())
+get_f32, put_f32 = _make_get(_F32[1], _F32[0]), _make_put(_F32[1], _F32[0])
+get_f64, put_f64 = _make_get(_F64[1], _F64[0]), _make_put(_F64[1], _F64[0])
+get_u8, put_u8 = _make_get(I8, types.uint8), _make_put(I8, types.uint8)
+get_u16, put_u16 = _make_get(ir.IntType(16), types.uint16), _make_put(ir.IntType(16), types.uint16)
+get_i32, put_i32 = _make_get(I32, types.int32), _make_put(I32, types.int32)
+get_i64, put_i64 = _make_get(I64, types.int64), _make_put(I64, types.int64)
+float_of_bits = _make_bitcast((types.uint32, I32), _F32)
+bits_of_float = _make_bitcast(_F32, (types.uint32, I32))
+
+
+def _libc(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(function, arguments)
+
+
+@intrinsic
+def malloc(ctx: Any, size: Any) -> Any:
+    """Address of a new block of ``size`` bytes."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.ptrtoint(_libc(b, "malloc", I8.as_pointer(), [args[0]]), I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def free(ctx: Any, address: Any) -> Any:
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _libc(b, "free", ir.VoidType(), [b.inttoptr(args[0], I8.as_pointer())])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def atomic_add(ctx: Any, address: Any, value: Any) -> Any:
+    """Add to a 64-bit word; its former value comes back."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def call(ctx: Any, function: Any, block: Any, tile: Any) -> Any:
+    """Call a loop body by its address."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(ctx: Any, microseconds: Any) -> Any:
+    """Let other threads run."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _libc(b, "usleep", I32, [b.trunc(args[0], I32)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def namespace(name: str, **members: Any) -> Any:
+    """Named functions and constants together, as a module: the one kind of namespace that Numba looks into."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    return module
+
+
+def make(real: str, isa: Isa) -> Any:
+    """The micro-kernels for "float32" or "float64", as Numba intrinsics over addresses."""
+    v = _Vectors(real, isa)
+    double = real == "float64"
+    return namespace(
+        "simd", lanes=v.lanes, rows=isa.rows, width=isa.width(v.itemsize), itemsize=v.itemsize,
+        scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
+        softmax=_make_softmax(v, isa), values=_make_values(v, isa), outer=_make_outer(v, isa),
+        weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
+        transpose=_make_transpose(v), exp2=_make_exp2(v),
+        dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),
+        get=get_f64 if double else get_f32, put=put_f64 if double else put_f32,
+        get_int=get_i64 if double else get_i32, put_int=put_i64 if double else put_i32,
+    )  # fmt: skip

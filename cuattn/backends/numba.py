@@ -1,0 +1,313 @@
+"""The CPU backend: specs into programs of loops (``Host`` steps), and programs onto NumPy arrays and threads.
+
+The loops are in ``cpu_tiles.py``, their machine code comes from ``cpu_code.py``, threads from ``cpu_team.py``.
+Numba itself is imported only when something has to be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import params
+from ..philox import threshold
+from ..program import Buffer, Host, Memset, Program
+from ..spec import AttentionSpec, Operand, row_major
+from .cpu_layout import (
+    GROUP,
+    KIND_BFLOAT16,
+    KIND_FLOAT16,
+    KIND_FLOAT32,
+    KIND_REAL,
+    WANT_K,
+    WANT_Q,
+    WANT_V,
+    padding,
+    panel_width,
+)
+from .cpu_team import Team, make_job, thread_count
+
+Array = NDArray[Any]
+Values = dict[str, int | float]
+
+# (rows of a tile, keys of a block), measured in docs/performance/cpu.md
+FORWARD_ROWS, FORWARD_KEYS = 128, 128
+BACKWARD_ROWS, BACKWARD_KEYS = 128, 64
+SERIAL_FLOPS = 2.0e7  # below it (some 0.3 ms) waking helpers costs more than they bring
+PARTS_PER_THREAD = 4  # backward tiles per thread at least, so that the last one does not keep all waiting
+
+
+def unavailable() -> str | None:
+    """Why this backend cannot run here; None when it can."""
+    missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]
+    return f"{' and '.join(missing)} not installed: pip install numba" if missing else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Programs
+# ------------------------------------------------------------------------------------------------
+
+
+def _kind(spec: AttentionSpec, dtype: str) -> int:
+    if dtype == spec.accumulator:
+        return KIND_REAL
+    return {"float16": KIND_FLOAT16, "bfloat16": KIND_BFLOAT16, "float32": KIND_FLOAT32}[dtype]
+
+
+def _has_features(spec: AttentionSpec) -> bool:
+    """Whether scores need more than a range of keys per row."""
+    return bool(
+        spec.bias or spec.mask or spec.alibi_slopes or spec.segments or spec.softcap > 0 or spec.dropout_p > 0
+    )
+
+
+def _operands(spec: AttentionSpec) -> list[str]:
+    """Names of the forward's inputs."""
+    names = ["q", "k", "v"]
+    names += [n for n in ("bias", "mask", "alibi_slopes", "sinks") if getattr(spec, n) is not None]
+    names += ["q_segment_ids", "kv_segment_ids"] if spec.segments else []
+    names += [n for n in ("q_seqlens", "kv_seqlens") if getattr(spec, n)]
+    names += ["q_offset"] if spec.q_offset == "array" else []
+    names += ["cu_seqlens_q", "cu_seqlens_k"] if spec.varlen else []
+    names += ["dropout_seed"] if spec.dropout_p > 0 else []
+    names += ["softmax_scale"] if spec.softmax_scale is None else []
+    return names
+
+
+def _set_strides(values: Values, name: str, operand: Operand) -> None:
+    for axis, stride in zip("bhs", operand.strides, strict=False):
+        values[f"{name}_stride_{axis}"] = stride
+
+
+def _set_contiguous(values: Values, spec: AttentionSpec, name: str, heads: int, seqlen: int, dim: int) -> None:
+    for axis, stride in zip("bhs", spec.strides_of(heads, seqlen, dim), strict=True):
+        values[f"{name}_stride_{axis}"] = stride
+
+
+def _common(spec: AttentionSpec, rows: int, keys: int) -> Values:
+    """The words of the parameter block that every loop reads."""
+    values: Values = {
+        "batch": spec.batch, "heads_q": spec.heads_q, "heads_kv": spec.heads_kv,
+        "seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv,
+        "head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v,
+        "window_left": spec.window_left, "window_right": spec.window_right,
+        "softcap": spec.softcap, "softmax_scale_value": spec.softmax_scale or 0.0,
+        "lse_stride_h": spec.total_q if spec.varlen else spec.seqlen_q,
+        "lse_stride_b": 0 if spec.varlen else spec.heads_q * spec.seqlen_q,
+        "aux0": _kind(spec, spec.dtype), "aux1": rows, "aux2": keys, "aux6": spec.total_q,
+    }  # fmt: skip
+    for name in ("q", "k", "v"):
+        _set_strides(values, name, getattr(spec, name))
+    _set_contiguous(values, spec, "out", spec.heads_q, spec.seqlen_q, spec.head_dim_v)
+    modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
+    values["q_offset_mode"] = modes.get(str(spec.q_offset), params.OFFSET_VALUE)
+    values["q_offset_value"] = spec.q_offset if isinstance(spec.q_offset, int) else 0
+    for name in ("bias", "mask"):
+        operand: Operand | None = getattr(spec, name)
+        if operand is not None:
+            for axis, stride in zip("bhqk", operand.strides, strict=True):
+                values[f"{name}_stride_{axis}"] = stride
+    if spec.bias is not None:
+        values["aux5"] = _kind(spec, spec.bias.dtype)
+    if spec.alibi_slopes is not None:
+        values["alibi_slopes_stride_b"] = spec.alibi_slopes.strides[0]
+    if spec.dropout_p > 0:
+        values["dropout_threshold"] = threshold(spec.dropout_p)
+        values["dropout_scale"] = 1.0 / (1.0 - spec.dropout_p)
+    return values
+
+
+def _fit(limit: int, length: int, step: int) -> int:
+    """``limit``, or less where ``length`` needs less; a multiple of step."""
+    return max(step, min(limit // step * step, -(-length // step) * step))
+
+
+def _entry(spec: AttentionSpec, loop: str, features: bool) -> str:
+    return f"{loop}.{spec.accumulator}" + (".features" if features else "")
+
+
+def forward_program(spec: AttentionSpec) -> Program:
+    """One loop over blocks of query rows."""
+    rows = _fit(FORWARD_ROWS, spec.seqlen_q, panel_width(spec.accumulator))
+    keys = _fit(FORWARD_KEYS, spec.seqlen_kv, GROUP)
+    inputs = tuple(_operands(spec))
+    outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
+    tiles = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
+    step = Host(
+        _entry(spec, "forward", _has_features(spec)),
+        tiles,
+        params.pack(_common(spec, rows, keys)),
+        tuple((name, name) for name in (*inputs, "out", "lse")),
+    )
+    clear = (Memset("out"),) if spec.varlen else ()  # rows of no sequence
+    return Program(inputs, outputs, (), (*clear, step))
+
+
+def backward_program(spec: AttentionSpec, wants: frozenset[str], threads: int | None = None) -> Program:
+    """Loops over parts of the query rows of each key/value head, then over what bias and sinks want.
+
+    With few heads the rows of one are dealt to several parts, as many as ``threads`` can use; each part
+    holds its own sums of dk and dv, O(sequence), which a last loop adds up in a fixed order.
+    """
+    threads = threads or thread_count()
+    rows = _fit(BACKWARD_ROWS, spec.seqlen_q, panel_width(spec.accumulator))
+    keys = _fit(BACKWARD_KEYS, spec.seqlen_kv, GROUP)
+    values = _common(spec, rows, keys)
+    dout = spec.dout or Operand(spec.dtype, (), spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v))
+    _set_strides(values, "dout", dout)
+    inputs = (*_operands(spec), "out", "lse", "dout", *(("dlse",) if spec.dlse else ()))
+    outputs = tuple(
+        Buffer(f"d{name}", spec.gradient_shape(name), spec.gradient_dtype(name))
+        for name in ("q", "k", "v", "bias", "sinks")
+        if name in wants
+    )
+    pointers = tuple((name, name) for name in inputs)
+    workspace: tuple[Buffer, ...] = ()
+    steps: list[Host | Memset] = []
+    if wants & {"q", "k", "v"}:
+        workspace, steps = _qkv_steps(spec, wants, threads, values, pointers)
+    if "bias" in wants:
+        steps.append(_bias_step(spec, values, pointers))
+    if "sinks" in wants:
+        block = params.pack(values)
+        steps.append(Host(_entry(spec, "sinks_gradient", False), spec.heads_q, block, (*pointers, ("dsinks", "dsinks"))))
+    return Program(inputs, outputs, workspace, tuple(steps))
+
+
+def _qkv_steps(
+    spec: AttentionSpec, wants: frozenset[str], threads: int, values: Values, pointers: tuple[tuple[str, str], ...]
+) -> tuple[tuple[Buffer, ...], list[Host | Memset]]:
+    wanted = [name for name in ("q", "k", "v") if name in wants]
+    lengths = {"q": (spec.heads_q, spec.seqlen_q, spec.head_dim), "k": (spec.heads_kv, spec.seqlen_kv, spec.head_dim),
+               "v": (spec.heads_kv, spec.seqlen_kv, spec.head_dim_v)}  # fmt: skip
+    for name in wanted:
+        _set_contiguous(values, spec, f"d{name}", *lengths[name])
+    pairs = spec.batch * spec.heads_kv
+    blocks = spec.group * -(-spec.seqlen_q // int(values["aux1"]))
+    parts = 1
+    if pairs < threads * PARTS_PER_THREAD and pairs % threads:
+        parts = max(1, min(threads, blocks, -(-threads * PARTS_PER_THREAD // pairs)))
+    bits = {"q": WANT_Q, "k": WANT_K, "v": WANT_V}
+    values |= {"aux3": parts, "aux4": sum(bits[name] for name in wanted)}
+    outputs = tuple((f"d{name}", f"d{name}") for name in wanted)
+    workspace: tuple[Buffer, ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
+    reduced = [name for name in wanted if name != "q"]
+    if parts > 1:
+        held = -(-spec.seqlen_kv // GROUP) * GROUP + GROUP
+        for name in reduced:
+            dim = spec.head_dim if name == "k" else spec.head_dim_v
+            step = padding(spec.accumulator)
+            shape = (pairs * parts, held, -(-dim // step) * step)
+            workspace += (Buffer(f"d{name}_accum", shape, spec.accumulator),)
+            sums += ((f"d{name}_accum", f"d{name}_accum"),)
+    block = params.pack(values)
+    steps: list[Host | Memset] = [Memset(f"d{name}") for name in wanted] if spec.varlen else []
+    entry = _entry(spec, "backward", _has_features(spec))
+    steps.append(Host(entry, pairs * parts, block, (*pointers, *outputs, *sums)))
+    if parts > 1 and reduced:
+        tiles = pairs * -(-spec.seqlen_kv // int(values["aux2"]))
+        steps.append(Host(_entry(spec, "reduce", False), tiles, block, (*pointers, *outputs, *sums)))
+    return workspace, steps
+
+
+def _bias_step(spec: AttentionSpec, values: Values, pointers: tuple[tuple[str, str], ...]) -> Host:
+    assert spec.bias is not None and spec.bias_shape is not None
+    shape = (1,) * (4 - len(spec.bias_shape)) + tuple(spec.bias_shape)
+    strides = [0 if n == 1 else s for n, s in zip(shape, row_major(shape), strict=True)]
+    values = {**values, **{f"dbias_stride_{axis}": s for axis, s in zip("bhqk", strides, strict=True)}}
+    counts = (
+        spec.batch, spec.heads_q, -(-spec.seqlen_q // int(values["aux1"])), -(-spec.seqlen_kv // int(values["aux2"]))
+    )  # fmt: skip
+    tiles = 1
+    for stride, count in zip(strides, counts, strict=True):
+        tiles *= count if stride else 1
+    return Host(
+        _entry(spec, "bias_gradient", False), tiles, params.pack(values), (*pointers, ("dbias", "dbias"))
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Running them on NumPy arrays
+# ------------------------------------------------------------------------------------------------
+
+
+def host_entry(name: str) -> int:
+    """Address of the loop ``void body(int64 params, int64 tile)`` that a ``Host`` step names; see ``cpu_code``."""
+    from .cpu_code import host_entry
+
+    return host_entry(name)
+
+
+@cache
+def _team() -> Team:
+    from .cpu_code import DRAIN, host_function
+
+    return Team(host_function(DRAIN))
+
+
+def _flops(spec: AttentionSpec) -> float:
+    keys = spec.seqlen_kv
+    if spec.window_left >= 0 and spec.window_right >= 0:
+        keys = min(keys, spec.window_left + spec.window_right + 1)
+    return 2.0 * spec.batch * spec.heads_q * spec.seqlen_q * keys * (spec.head_dim + spec.head_dim_v)
+
+
+class Prepared:
+    """A program bound to nothing yet: called with arrays by name, it gives its outputs by name.
+
+    Safe from several threads at once: whatever a call writes belongs to that call.
+    """
+
+    def __init__(self, program: Program, spec: AttentionSpec, threads: int) -> None:
+        self._outputs = [(b.name, b.shape, b.dtype) for b in program.outputs]
+        self._workspace = [(b.name, b.shape, np.dtype(b.dtype)) for b in program.workspace]
+        self._memsets = [step.buffer for step in program.steps if isinstance(step, Memset)]
+        self._hosts = [step for step in program.steps if isinstance(step, Host) and step.tiles > 0]
+        self._entries = [host_entry(step.entry) for step in self._hosts]
+        self._pointers = [
+            [(params.INDEX[field], name) for field, name in step.pointers] for step in self._hosts
+        ]
+        tiles = max((step.tiles for step in self._hosts), default=0)
+        self._threads = 1 if _flops(spec) < SERIAL_FLOPS else max(1, min(threads, tiles))
+        self._blocks = [np.frombuffer(step.block_words, np.int64) for step in self._hosts]
+
+    def __call__(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
+        """Run on the operands by name; fresh outputs by name."""
+        like = arrays["q"].dtype
+        outputs = {
+            name: np.empty(shape, like if dtype == "bfloat16" else dtype) for name, shape, dtype in self._outputs
+        }
+        held = {**arrays, **outputs}
+        for name, shape, dtype in self._workspace:
+            held[name] = np.empty(shape, dtype)
+        if "dropout_seed" in arrays and not isinstance(arrays["dropout_seed"], np.ndarray):
+            held["dropout_seed"] = np.array([arrays["dropout_seed"]], np.int64)
+        for name in self._memsets:
+            held[name].fill(0)
+        addresses = {name: x.__array_interface__["data"][0] for name, x in held.items() if x is not None}
+        blocks = []
+        for block, pointers in zip(self._blocks, self._pointers, strict=True):
+            words = block.copy()
+            for index, name in pointers:
+                words[index] = addresses[name]
+            blocks.append(words)
+        steps = [
+            (entry, words.ctypes.data, host.tiles)
+            for entry, words, host in zip(self._entries, blocks, self._hosts, strict=True)
+        ]
+        if steps:
+            _team().run(make_job(steps), self._threads)
+        return outputs
+
+
+def prepare(spec: AttentionSpec, device: int | None, wants: frozenset[str] | None) -> Prepared:
+    """Compile what a forward (``wants`` None) or a backward for ``wants`` needs on NumPy arrays."""
+    threads = thread_count()
+    program = forward_program(spec) if wants is None else backward_program(spec, wants, threads)
+    return Prepared(program, spec, threads)
