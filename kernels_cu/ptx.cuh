@@ -128,11 +128,8 @@ DEVICE void mma_m16n8k8_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-DEVICE u32 to_tf32(float x) {
-  u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
+// To nearest, ties away from zero. NOTE: cvt.rna.tf32 is six instructions, four of them for NaN and infinity.
+DEVICE u32 to_tf32(float x) { return (__float_as_uint(x) + 0x1000) & 0xffffe000; }
 
 // bf16 pairs regardless of DTYPE, for float32 kernels at bf16 precision.
 DEVICE u32 pack_bf16(float lo, float hi) {
