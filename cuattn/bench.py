@@ -167,7 +167,7 @@ def oracle_head(xp: ModuleType, q: Array, k: Array, v: Array, dout: Array, causa
 
 
 def _errors(setup: Setup, got: dict[str, Array], want: dict[str, Array]) -> dict[str, float]:
-    """Largest error of the last head of the first batch entry, relative to the largest value of each array."""
+    """Largest error of the last head of the first batch entry, relative to each array's largest value."""
     found = {}
     for name, x in got.items():
         if setup.heads != setup.heads_kv and name in ("dk", "dv"):
@@ -298,14 +298,18 @@ def _sample_ours(xp: ModuleType, setup: Setup, inputs: tuple[Array, ...], backen
         out, pull = flash_attention_vjp(q, k, v, causal=setup.causal, backend=backend)
         return out, pull, pull(dout) if setup.backward else None
 
-    out, pull, gradients = whole()
+    out, pullback, gradients = whole()
     got = {"out": out}
     if gradients is not None:
         got |= {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
-    del gradients
     seconds = measure(xp, forward, _timed(xp, forward))
-    back = measure(xp, lambda: pull(dout), _timed(xp, lambda: pull(dout))) if setup.backward else None
-    del pull
+    back = None
+    if setup.backward:
+
+        def backward() -> Any:
+            return pullback(dout)
+
+        back = measure(xp, backward, _timed(xp, backward))
     sample = Sample(seconds, back, peak_memory(xp, whole), 0.0)
     return _with_errors(xp, setup, inputs, got, sample)
 
@@ -339,7 +343,8 @@ def _sample_standard(xp: ModuleType, setup: Setup, inputs: tuple[Array, ...]) ->
 def _with_errors(
     xp: ModuleType, setup: Setup, inputs: tuple[Array, ...], got: dict[str, Array], sample: Sample
 ) -> Sample:
-    want = oracle_head(xp, *(x[0, :, -1] for x in inputs), causal=setup.causal)
+    q, k, v, dout = (x[0, :, -1] for x in inputs)
+    want = oracle_head(xp, q, k, v, dout, setup.causal)
     sample.errors = _errors(setup, got, want)
     sample.error = max(sample.errors.values())
     return sample
@@ -458,7 +463,11 @@ def draw(path: Path, setup: Setup, backend: str, rows: list[Row]) -> None:
             ends[1] / 1.1, 0.03, "standard attention\ndoes not run", fontsize=8, color="0.35", ha="right",
             transform=axes[1].get_xaxis_transform(),
         )  # fmt: skip
-    titles = ("time of one call (s)", "peak memory above the inputs (MiB)", "largest error, relative, to float64")
+    titles = (
+        "time of one call (s)",
+        "peak memory above the inputs (MiB)",
+        "largest error, relative, to float64",
+    )
     for axis, title in zip(axes, titles, strict=True):
         axis.set(xscale="log", yscale="log", xlabel="length (tokens)", title=title, xlim=ends)
         axis.set_xscale("log", base=2)
@@ -467,7 +476,9 @@ def draw(path: Path, setup: Setup, backend: str, rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8, loc="upper left")
     worst = [s.error for row in rows for s in (row.cuattn, row.standard) if s]
-    axes[2].set_ylim(10 ** (np.floor(np.log10(min(worst) + 1e-18)) - 0.5), 10 ** (np.ceil(np.log10(max(worst))) + 1))
+    axes[2].set_ylim(
+        10 ** (np.floor(np.log10(min(worst) + 1e-18)) - 0.5), 10 ** (np.ceil(np.log10(max(worst))) + 1)
+    )
     mask = "causal" if setup.causal else "full"
     fig.suptitle(
         f"{backend} backend, {setup.arrays} {setup.dtype}, batch {setup.batch}, "

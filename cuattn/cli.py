@@ -117,7 +117,13 @@ def bench(
 def _seconds(value: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+    return (
+        f"{value:.2f} s"
+        if value >= 1
+        else f"{value * 1e3:.3g} ms"
+        if value >= 1e-3
+        else f"{value * 1e6:.0f} µs"
+    )
 
 
 def _bytes(value: int) -> str:
@@ -133,8 +139,9 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 def _bench_table(setup: bench_.Setup, rows: list[bench_.Row]) -> Table:
     table = Table(
-        "tokens", "", "forward", "backward", "GFLOP/s", "peak memory", "error", box=SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0), title="cuattn and plain attention; × says how many times faster or smaller",
+        "tokens", "", "forward", "backward", "GFLOP/s", "peak memory", "error",
+        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+        title="cuattn and plain attention; × says how many times faster or smaller",
         title_justify="left",
     )  # fmt: skip
     for i, column in enumerate(table.columns):
@@ -167,12 +174,18 @@ def _rates(setup: bench_.Setup, length: int, sample: bench_.Sample) -> str:
 
 
 def _bench_remarks(setup: bench_.Setup, rows: list[bench_.Row]) -> list[str]:
-    remarks = ["GFLOP/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, against float64."]
+    remarks = [
+        "GFLOP/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, against float64."
+    ]
     alone = [row for row in rows if row.standard is None]
     if alone:
-        remarks.append(f"From {alone[0].length} tokens on cuattn runs alone: standard attention {alone[0].skipped}.")
+        remarks.append(
+            f"From {alone[0].length} tokens on cuattn runs alone: standard attention {alone[0].skipped}."
+        )
     if len(rows) < len(setup.lengths):
-        remarks.append(f"Stopped before {setup.lengths[len(rows)]} tokens to stay within {setup.budget:.0f} s.")
+        remarks.append(
+            f"Stopped before {setup.lengths[len(rows)]} tokens to stay within {setup.budget:.0f} s."
+        )
     return remarks
 
 
@@ -259,11 +272,17 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print plain data"
         for column in facts["gpus"][0]:
             devices.add_column(column.replace("_", " "))
         for gpu in facts["gpus"]:
-            devices.add_row(*(f"{value:g}" if isinstance(value, float) else str(value) for value in gpu.values()))
+            devices.add_row(
+                *(f"{value:g}" if isinstance(value, float) else str(value) for value in gpu.values())
+            )
     else:
         devices.add_row(facts["no_gpu"])
     console.print(devices)
     rest = Table(title="compiler, cache, versions", title_justify="left", show_header=False)
-    for name, value in {**facts["compiler"], "kernel cache": facts["kernel_cache"], **facts["versions"]}.items():
+    for name, value in {
+        **facts["compiler"],
+        "kernel cache": facts["kernel_cache"],
+        **facts["versions"],
+    }.items():
         rest.add_row(name, value)
     console.print(rest)

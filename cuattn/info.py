@@ -126,7 +126,9 @@ def choices() -> list[tuple[str, str, str]]:
     row("NumPy", "numba", "host memory: compiled tiles on all cores")
     row("CuPy", "cuda", "device memory: CUDA kernels on the array's GPU and current stream")
     if importlib.util.find_spec("jax") is None:
-        rows.append(("JAX", "none", "JAX is not installed: pip install 'cuattn[jax]' (GPU: jax-cuda12, jax-cuda13)"))
+        rows.append(
+            ("JAX", "none", "JAX is not installed: pip install 'cuattn[jax]' (GPU: jax-cuda12, jax-cuda13)")
+        )
         return rows
     try:
         import jax

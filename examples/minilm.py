@@ -10,7 +10,7 @@ The encoder below is written once and runs on NumPy, JAX and, where there is a G
 compared with an independent one: the same weights through plain softmax attention in float64. Sentences
 of different lengths share a batch, so attention gets ``kv_seqlens``: padding is not seen.
 
-To take the weights elsewhere in half precision (43 MB): ``--export weights.npz``, there ``--weights weights.npz``.
+To take the weights elsewhere in half precision (43 MB): ``--export half.npz``, there ``--weights half.npz``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ SENTENCES = (
 HEADS, EPSILON = 12, 1e-12
 
 Array = Any  # of NumPy, CuPy or JAX
-Attention = Callable[[Array, Array, Array, Array], Array]  # q, k, v (B, S, H, D) and lengths (B,) -> (B, S, H, D)
+Attention = Callable[
+    [Array, Array, Array, Array], Array
+]  # q, k, v (B, S, H, D) and lengths (B,) -> (B, S, H, D)
 
 
 class Library(NamedTuple):
@@ -56,9 +58,7 @@ def library(name: str) -> Library:
     if name == "numpy":
         return Library(np, importlib.import_module("scipy.special").erf)
     if name == "jax":
-        return Library(
-            importlib.import_module("jax.numpy"), importlib.import_module("jax.scipy.special").erf
-        )
+        return Library(importlib.import_module("jax.numpy"), importlib.import_module("jax.scipy.special").erf)
     return Library(importlib.import_module("cupy"), importlib.import_module("cupyx.scipy.special").erf)
 
 

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOK = (
     "import cuattn; from importlib.resources import files; here = files('cuattn')\n"
     "import cuattn.interop.flash_attn\n"
-    "print(cuattn.__file__, (here / 'kernels_cu' / 'params.cuh').is_file(), (here / 'interop').is_dir(), sep='|')"
+    "kernels = (here / 'kernels_cu' / 'params.cuh').is_file()\n"
+    "print(cuattn.__file__, kernels, (here / 'interop').is_dir(), sep='|')"
 )
 
 
