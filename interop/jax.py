@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call import FLOAT_VECTORS, GRADIENTS, INTEGER_VECTORS, Gradients, check_wants
+from ..call import GRADIENTS, INTEGER_VECTORS, Gradients, check_wants
 from ..errors import argument_error
 from . import jax_primitives as primitives
+from . import xla_ffi
 from .jaxcompat import vary_alike
 
 _TAKES = "a JAX or NumPy array like q"
@@ -28,7 +29,9 @@ def flash_attention(named: Mapping[str, Any], options: Mapping[str, Any]) -> tup
     return primitives.attend(arrays, call)
 
 
-def flash_attention_vjp(named: Mapping[str, Any], options: Mapping[str, Any], return_lse: bool) -> tuple[Any, Any]:
+def flash_attention_vjp(
+    named: Mapping[str, Any], options: Mapping[str, Any], return_lse: bool
+) -> tuple[Any, Any]:
     """out or (out, lse), and the pullback of ``cuattn.flash_attention_vjp``."""
     arrays, call = canonical(named, options)
     out, lse = primitives.attend(arrays, call)
@@ -77,10 +80,12 @@ def canonical(named: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[lis
     backend = static.pop("backend", None)
     if backend not in (None, "cuda", "numba", "reference"):
         raise argument_error("backend", repr(backend), "None, 'cuda', 'numba', 'reference'")
-    scale = static.get("softmax_scale")
+    scale: Any = static.get("softmax_scale")
     if isinstance(scale, jax.Array):
         if scale.size != 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
-            raise argument_error("softmax_scale", f"{scale.dtype.name}{scale.shape}", "a float or a floating scalar")
+            raise argument_error(
+                "softmax_scale", f"{scale.dtype.name}{scale.shape}", "a float or a floating scalar"
+            )
         arrays["softmax_scale"] = scale.astype(jnp.float32).reshape(1)
         static["softmax_scale"] = None
     elif scale is not None:
@@ -134,4 +139,121 @@ def _seed(x: Any) -> Any:
     return jnp.stack([w.astype(jnp.uint32) for w in words])
 
 
-__all__ = ["FLOAT_VECTORS", "flash_attention", "flash_attention_vjp"]
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """A drop-in for ``jax.nn.dot_product_attention``: its signature, shapes, broadcasting, top-left causal.
+
+    ``query`` (B, T, N, H) or (T, N, H), ``key`` and ``value`` (B, S, K, H) or (S, K, H), K dividing N;
+    ``bias`` and ``mask`` broadcast to (B, N, T, S). Returns out, or (out, residual) with the LSE, (B, T, N)
+    in query's dtype.
+
+    It differs where JAX's own path is lossy: a query that sees no key gives 0 and a residual of -inf (JAX:
+    the mean of the values), hidden NaN do not spread, value may have its own H, and the residual is
+    differentiable. ``implementation`` is checked and otherwise not used: the kernels are cuattn's.
+    """
+    if implementation not in (None, "xla", "cudnn"):
+        raise argument_error("implementation", repr(implementation), "None, 'xla' or 'cudnn'")
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    query = arrays["query"]
+    for name in ("query", "key", "value"):
+        if arrays[name].ndim != query.ndim or query.ndim not in (3, 4):
+            raise argument_error(
+                name, f"shape {arrays[name].shape}", "(batch, length, heads, dim) or (length, heads, dim)"
+            )
+    q, k, v = (x if x.ndim == 4 else x[None] for x in (arrays[n] for n in ("query", "key", "value")))
+    named = {"q": q, "k": k, "v": v}
+    if "bias" in arrays:
+        named["bias"] = arrays["bias"].astype(bias_dtype(arrays["bias"].dtype, q.dtype))
+    if "mask" in arrays:
+        named["mask"] = arrays["mask"]
+    for name, x in (("q_seqlens", query_seq_lengths), ("kv_seqlens", key_value_seq_lengths)):
+        if x is not None:
+            named[name] = jnp.asarray(x)
+    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    options = {"causal": is_causal, "window_size": window, "softmax_scale": scale, "q_offset": 0}
+    out, lse = flash_attention(named, options)
+    residual = lse.swapaxes(1, 2).astype(q.dtype)
+    if query.ndim == 3:
+        out, residual = out[0], residual[0]
+    return (out, residual) if return_residual else out
+
+
+def bias_dtype(given: Any, dtype: Any) -> Any:
+    """The dtype, of those that kernels take beside ``dtype``, that holds a bias of dtype ``given``."""
+    return dtype if given == dtype or dtype == jnp.float64 else jnp.float32
+
+
+def attention_fn(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+) -> Any:
+    """For ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
+
+    Shapes as in flax: (batch..., length, heads, dim); ``bias`` and ``mask`` broadcast to (batch..., heads,
+    q_length, kv_length). Refuses what has no meaning here: attention weights (``module``), dropout shared by the batch.
+    """
+    if module is not None:
+        raise argument_error(
+            "module", "a module to sow attention weights into", "None: weights are never in memory"
+        )
+    rate = 0.0 if deterministic else dropout_rate
+    if rate and broadcast_dropout:
+        raise argument_error(
+            "broadcast_dropout", "True with dropout", "False: each batch entry and head drops its own"
+        )
+    if rate and dropout_rng is None:
+        raise argument_error("dropout_rng", "None with dropout", "a key")
+    q, k, v = (x if dtype is None else jnp.asarray(x, dtype) for x in (query, key, value))
+    common = jnp.result_type(q, k, v)
+    lead = q.shape[:-3]
+    named = {n: x.astype(common).reshape(-1, *x.shape[-3:]) for n, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None:
+            x = jnp.asarray(x)
+            x = x.astype(bool) if name == "mask" else x.astype(bias_dtype(x.dtype, common))
+            if x.ndim > 3:
+                full = (*lead, *x.shape[-3:])
+                x = (jnp.broadcast_to(x, full) if x.shape[:-3] != (1,) * (x.ndim - 3) else x).reshape(
+                    -1, *x.shape[-3:]
+                )
+            named[name] = x
+    options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "dropout_p": rate}
+    if rate:
+        named["dropout_seed"] = jax.random.bits(dropout_rng, (), "uint32")
+    out, _ = flash_attention(named, options)
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def register() -> None:
+    """Register the handlers for this machine's platforms: before running a deserialised ``jax.export`` artefact."""
+    for platform in {device.platform for device in jax.devices()} | {"cpu"}:
+        if platform in ("cpu", "gpu", "cuda"):
+            xla_ffi.register("cpu" if platform == "cpu" else "cuda")
+
+
+__all__ = ["attention_fn", "dot_product_attention", "flash_attention", "flash_attention_vjp", "register"]

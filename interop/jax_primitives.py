@@ -49,7 +49,9 @@ class Call:
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(names: tuple[str, ...], arrays: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> AttentionSpec:
+def _spec(
+    names: tuple[str, ...], arrays: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
+) -> AttentionSpec:
     signatures = {}
     for name, (shape, dtype) in zip(names, arrays, strict=True):
         strides = row_major(shape)
@@ -78,6 +80,8 @@ def pull_back(
 def _out_avals(call: Call, avals: Sequence[Any]) -> tuple[Any, Any]:
     spec, q = call.spec(avals), avals[0]
     names = axis_names(q)
+    out_names: tuple[Any, ...]
+    lse_names: tuple[Any, ...]
     if spec.layout == "thd":
         out_names, lse_names = (*names[:2], None), (names[1], names[0])
     else:
@@ -173,7 +177,11 @@ def _fold(role: str, x: Any, dim: int | None, n: int, batch: int, spread: bool) 
         return x
     if role in _PER_ENTRY:
         return _merge(_lead(x, dim, n))
-    if dim is None and not spread and (role == "alibi_slopes" and x.ndim == 1 or role != "alibi_slopes" and x.shape[0] == 1):
+    if (
+        dim is None
+        and not spread
+        and ((role == "alibi_slopes" and x.ndim == 1) or (role != "alibi_slopes" and x.shape[0] == 1))
+    ):
         return x  # broadcast over the batch: stays shared
     x = _lead(x, dim, n)
     if role == "alibi_slopes" and x.ndim == 2:
@@ -182,7 +190,11 @@ def _fold(role: str, x: Any, dim: int | None, n: int, batch: int, spread: bool) 
 
 
 def _batched(
-    primitive: Any, extra: Callable[[dict[str, Any]], tuple[str, ...]], args: Sequence[Any], dims: Sequence[Any], **params: Any
+    primitive: Any,
+    extra: Callable[[dict[str, Any]], tuple[str, ...]],
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    **params: Any,
 ) -> tuple[list[Any], list[int]]:
     """Bind a primitive under vmap: fold the mapped axis into the batch, or map where that cannot be."""
     call: Call = params["call"]
@@ -219,7 +231,9 @@ def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _one_by_one(function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def _one_by_one(
+    function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]
+) -> tuple[list[Any], list[int]]:
     """Map with a loop: for operands that no single call can hold, and for dropout, whose mask counts from batch 0."""
     leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     moving = [x for x, d in zip(leading, dims, strict=True) if d is not None]
@@ -254,15 +268,21 @@ def _lower(platform: str, primitive: Any, ctx: Any, *operands: Any, **params: An
         spec = replace(spec, dlse=params["dlse"])
     roles = call.names + (_backward_extra(params) if backward else ())
     if spec.empty:
-        return mlir.lower_fun(functools.partial(_nothing, ctx.avals_out, backward), multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(functools.partial(_nothing, ctx.avals_out, backward), multiple_results=True)(
+            ctx, *operands
+        )
     backend = call.backend or {"cpu": "numba", "cuda": "cuda"}.get(platform)
     if backend == "reference":
         function = functools.partial(_callback, spec, wants, roles, ctx.avals_out)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
     if (backend, platform) not in (("numba", "cpu"), ("cuda", "cuda")):
         if call.backend is None:
-            raise BackendUnavailable(f"cuattn has no kernels for JAX's platform {platform!r}; it runs on cpu and cuda")
-        raise argument_error("backend", f"{backend!r} with arrays on {platform}", "None, or 'reference' there")
+            raise BackendUnavailable(
+                f"cuattn has no kernels for JAX's platform {platform!r}; it runs on cpu and cuda"
+            )
+        raise argument_error(
+            "backend", f"{backend!r} with arrays on {platform}", "None, or 'reference' there"
+        )
     encoded, inputs, outputs = encoded_program(platform, spec, wants)
     xla_ffi.resolve(encoded.kernels)
     target = xla_ffi.register(platform)
@@ -311,7 +331,11 @@ def _nothing(avals: Sequence[Any], backward: bool, *operands: Any) -> list[Any]:
 
 
 def _callback(
-    spec: AttentionSpec, wants: tuple[str, ...] | None, roles: tuple[str, ...], avals: Sequence[Any], *operands: Any
+    spec: AttentionSpec,
+    wants: tuple[str, ...] | None,
+    roles: tuple[str, ...],
+    avals: Sequence[Any],
+    *operands: Any,
 ) -> list[Any]:
     """The oracle, on the host."""
     names = ("out", "lse") if wants is None else tuple(f"d{n}" for n in wants)

@@ -28,7 +28,9 @@ def _library() -> ctypes.CDLL:
             continue
         _check(library, "cuInit", library.cuInit(0))
         return library
-    raise BackendUnavailable("no NVIDIA driver: libcuda.so.1 was not found; install a driver for CUDA 12.4 or newer")
+    raise BackendUnavailable(
+        "no NVIDIA driver: libcuda.so.1 was not found; install a driver for CUDA 12.4 or newer"
+    )
 
 
 def _check(library: ctypes.CDLL, name: str, result: int) -> None:
@@ -44,7 +46,9 @@ def entry_point(name: str) -> int:
     try:
         function = getattr(_library(), name)
     except AttributeError:
-        raise BackendUnavailable(f"the NVIDIA driver lacks {name}; install one for CUDA 12.4 or newer") from None
+        raise BackendUnavailable(
+            f"the NVIDIA driver lacks {name}; install one for CUDA 12.4 or newer"
+        ) from None
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -66,13 +70,14 @@ def load(names: Sequence[Any], arch: int) -> list[int]:
     from .. import jit
 
     kernels = [Kernel(source, entry, tuple((k, v) for k, v in defines)) for source, entry, defines in names]
-    return [_load(jit.cubin(kernel, arch), kernel.entry) for kernel in kernels]
+    compiled = jit.compile_all([(kernel, arch) for kernel in kernels])
+    return [_load(c.image + b"\0", kernel.entry) for c, kernel in zip(compiled, kernels, strict=True)]
 
 
-def _load(cubin: bytes, entry: str) -> int:
-    """Load a cubin and allow its kernel all the shared memory that each device has."""
+def _load(image: bytes, entry: str) -> int:
+    """Load a cubin (or PTX, ended by a 0) and allow its kernel all the shared memory that each device has."""
     library, module, kernel = _library(), ctypes.c_void_p(), ctypes.c_void_p()
-    result = library.cuLibraryLoadData(ctypes.byref(module), cubin, None, None, 0, None, None, 0)
+    result = library.cuLibraryLoadData(ctypes.byref(module), image, None, None, 0, None, None, 0)
     _check(library, "cuLibraryLoadData", result)
     result = library.cuLibraryGetKernel(ctypes.byref(kernel), module, entry.encode())
     _check(library, f"cuLibraryGetKernel({entry})", result)

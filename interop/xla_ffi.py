@@ -131,6 +131,7 @@ TENSOR_MAP_DTYPES = {  # CUtensorMapDataType
 TENSOR_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
 TENSOR_MAP_L2_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 MAP_BYTES, MAX_MAPS, MAX_RANK = 128, 8, 5
+MAPS_BYTES = MAP_BYTES * MAX_MAPS
 
 # ------------------------------------------------------------------------------------------------
 # The plan: what the handlers interpret. A buffer is an index into arguments, then results.
@@ -145,7 +146,9 @@ BLOCK_BYTES = 8 * params.WORDS
 VERSION = int.from_bytes(hashlib.sha256(repr(("plan 1", params.FIELDS)).encode()).digest()[:6], "little")
 
 # What the handlers look up at run time: entry points of this process, then a hash table key -> address.
-SLOT_RESOLVER, SLOT_TASK, SLOT_LAUNCH, SLOT_ENCODE, SLOT_MEMSET, SLOT_ERROR, SLOT_CALLS, SLOT_FORKED = range(8)
+SLOT_RESOLVER, SLOT_TASK, SLOT_LAUNCH, SLOT_ENCODE, SLOT_MEMSET, SLOT_ERROR, SLOT_CALLS, SLOT_FORKED = range(
+    8
+)
 KEYS, KEY_SLOTS = 16, 4096
 TABLE: NDArray[np.int64] = np.zeros(KEYS + 2 * KEY_SLOTS, np.int64)
 _table = make_symbol("cuattn_table_1", TABLE.ctypes.data)
@@ -315,7 +318,15 @@ def _patched_block(frame, block, pointers, count):  # type: ignore[no-untyped-de
 # CPU: tiles on XLA's own thread pool
 # ------------------------------------------------------------------------------------------------
 # State of one loop, on the heap since a task may start after the loop has ended; counters on lines of their own.
-LOOP_NEXT, LOOP_DONE, LOOP_OWNERS, LOOP_TILES, LOOP_BODY, LOOP_PARAMS, LOOP_BYTES = 0, 64, 128, 192, 200, 208, 256
+LOOP_NEXT, LOOP_DONE, LOOP_OWNERS, LOOP_TILES, LOOP_BODY, LOOP_PARAMS, LOOP_BYTES = (
+    0,
+    64,
+    128,
+    192,
+    200,
+    208,
+    256,
+)
 
 
 @_native()
@@ -425,7 +436,9 @@ def _cpu_handler(frame):  # type: ignore[no-untyped-def]
 @_native()
 def _encode_map(frame, target, words):  # type: ignore[no-untyped-def]
     """Build one CUtensorMap from its words in the plan; a CUresult comes back."""
-    lists = stack(192)  # u64 dims[5] at 0, u64 strides[4] at 40, u32 box[5] at 80, u32 element strides[5] at 120
+    lists = stack(
+        192
+    )  # u64 dims[5] at 0, u64 strides[4] at 40, u32 box[5] at 80, u32 element strides[5] at 120
     rank = load64(words + 32)
     dims = words + 48
     for i in range(rank):
@@ -447,7 +460,7 @@ def _encode_map(frame, target, words):  # type: ignore[no-untyped-def]
 @_native()
 def _launch(frame, stream, step):  # type: ignore[no-untyped-def]
     """Issue one LAUNCH step; an error or 0."""
-    block, arguments, maps = stack(BLOCK_BYTES), stack(128), stack(MAX_MAPS * MAP_BYTES)
+    block, arguments, maps = stack(BLOCK_BYTES), stack(128), stack(MAPS_BYTES)
     config, attribute = stack(64), stack(128)
     kernel, error = _find_or_resolve(frame, load64(step + 16))
     if error != 0:
@@ -577,7 +590,13 @@ def encode(program: Program, arch: int | None = None) -> Encoded:
             maps = [_map_words(m, index[m.buffer]) for m in step.tensor_maps]
             name = [step.kernel.source, step.kernel.entry, [list(d) for d in step.kernel.defines]]
             kernels.append(name)
-            body = [key_of("cuda", arch, *name), *step.grid, step.block, step.shared_memory, int(step.dependent)]
+            body = [
+                key_of("cuda", arch, *name),
+                *step.grid,
+                step.block,
+                step.shared_memory,
+                int(step.dependent),
+            ]
             body += [len(step.pointers), len(maps), *pointers, *block, *(w for m in maps for w in m)]
             words += [STEP_LAUNCH, 2 + len(body), *body]
     table = {"host": hosts} if arch is None else {"arch": arch, "cuda": kernels}

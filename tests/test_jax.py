@@ -66,7 +66,9 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def problem(batch: int = 2, seqlen_q: int = 5, seqlen_kv: int = 7, heads: int = 4, heads_kv: int = 2) -> dict[str, Any]:
+def problem(
+    batch: int = 2, seqlen_q: int = 5, seqlen_kv: int = 7, heads: int = 4, heads_kv: int = 2
+) -> dict[str, Any]:
     return {
         "q": normal(0, batch, seqlen_q, heads, 8),
         "k": normal(1, batch, seqlen_kv, heads_kv, 8),
@@ -244,7 +246,9 @@ def test_checkpoint_policy_keeps_out_and_lse() -> None:
     policy = jax.checkpoint_policies.save_only_these_names("cuattn_out", "cuattn_lse")
     loss = weighted(attention, causal=True)
     grads = {p: jax.grad(jax.checkpoint(loss, policy=p), argnums=range(5)) for p in (policy, None)}
-    counts = {p: primitives(jax.make_jaxpr(f)(*values).jaxpr).count("cuattn_forward") for p, f in grads.items()}
+    counts = {
+        p: primitives(jax.make_jaxpr(f)(*values).jaxpr).count("cuattn_forward") for p, f in grads.items()
+    }
     assert counts == {policy: 1, None: 2}
     close(jax.jit(grads[policy])(*values), jax.grad(weighted(plain, causal=True), argnums=range(5))(*values))
 
@@ -256,7 +260,9 @@ def backward_parameters(function: Any, *args: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("wants", [("q",), ("k",), ("v",), ("bias",), ("sinks",), ("q", "bias"), ("k", "v", "sinks")])
+@pytest.mark.parametrize(
+    "wants", [("q",), ("k",), ("v",), ("bias",), ("sinks",), ("q", "bias"), ("k", "v", "sinks")]
+)
 def test_only_asked_gradients(wants: tuple[str, ...]) -> None:
     """The backward pass computes what is asked, and takes no LSE gradient where LSE was not used."""
     arrays = problem()
@@ -321,7 +327,9 @@ def test_traced_scale_lengths_offsets_and_seed_do_not_recompile() -> None:
 def test_gradient_of_the_scale() -> None:
     q, k, v = (problem()[n] for n in "qkv")
     got, want = (
-        jax.grad(lambda s, f=f: weighted(f, causal=True, softcap=3.0, softmax_scale=s)(q, k, v))(jnp.float32(0.7))
+        jax.grad(lambda s, f=f: weighted(f, causal=True, softcap=3.0, softmax_scale=s)(q, k, v))(
+            jnp.float32(0.7)
+        )
         for f in (attention, plain)
     )
     close(got, want)
@@ -338,11 +346,15 @@ def test_dropout_is_the_same_everywhere() -> None:
     """One mask in forward and backward, eager and jit, for a seed of any kind, and for each mapped entry."""
     q, k, v = (problem()[n] for n in "qkv")
     run = functools.partial(attention, q, k, v, dropout_p=0.5)
-    want = cuattn.flash_attention(*map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=7, backend="reference")
+    want = cuattn.flash_attention(
+        *map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=7, backend="reference"
+    )
     for seed in (7, jnp.uint32(7), jnp.int32(7), np.int64(7)):
         close(run(dropout_seed=seed)[0], want)
     close(jax.jit(lambda s: run(dropout_seed=s))(jnp.uint32(7))[0], want)
-    negative = cuattn.flash_attention(*map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=-3, backend="reference")
+    negative = cuattn.flash_attention(
+        *map(np.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=-3, backend="reference"
+    )
     for seed in (-3, jnp.int32(-3), (1 << 64) - 3):
         close(run(dropout_seed=seed)[0], negative)
     mapped = jax.vmap(lambda q, s: attention(q, k, v, dropout_p=0.5, dropout_seed=s)[0])(
