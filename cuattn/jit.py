@@ -96,11 +96,26 @@ def key(kernel: Kernel, arch: int) -> str:
     return digest.hexdigest()
 
 
+_started: list[bool] = []
+_starting = threading.Lock()
+
+
+def _start(nvrtc: Any) -> None:
+    """Compile nothing, once: NVRTC loads its built-ins on its first compilation, and fails on two at once."""
+    with _starting:
+        if not _started:
+            program = nvrtc.createProgram("", "nothing.cu", [], [])
+            nvrtc.compileProgram(program, ["-arch=sm_80"])
+            nvrtc.destroyProgram(program)
+            _started.append(True)
+
+
 def build(kernel: Kernel, arch: int) -> Compiled:
     """Compile now, whatever the cache holds. Needs neither a GPU nor a driver. Raises ``CompileError``."""
     import_cupy()
     from cupy.cuda import nvrtc
 
+    _start(nvrtc)
     texts, names = _headers()
     program = nvrtc.createProgram(sources()[f"{kernel.source}.cu"], f"{kernel.source}.cu", list(texts), list(names))
     try:
