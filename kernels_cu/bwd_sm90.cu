@@ -4,14 +4,9 @@
 // dS passes through shared memory. Steps: bwd_sm90_delta.cu before, bwd_sm90_convert.cu after.
 //
 // Shared memory: K and V (128 keys), rings of Q with LSE and of dO with delta, two dS tiles, one float32 dQ tile.
-// Aux words: 0 rows of delta and LSE a head (padded), 1 query blocks a head, 2 key blocks, 3 heads scheduled together,
-// 4 first query row, 5 end of query rows, 6 first key, 7 end of keys (rows outside see nothing).
-#include "config.cuh"
-#include "ptx_sm90.cuh"
+// Rows and keys are counted among the visible ones (bwd_sm90.cuh).
+#include "bwd_sm90.cuh"
 
-#ifndef BLOCK_M
-#define BLOCK_M (HEAD_DIM == 64 ? 128 : 64)
-#endif
 #define BLOCK_N 128
 #define CONSUMERS 2
 #define THREADS (128 * (CONSUMERS + 1))
@@ -24,14 +19,20 @@
 #ifndef PREFETCH  // the next S^T is issued with this step's dK, the next dP^T after dQ
 #define PREFETCH 1
 #endif
+#ifndef ORDER  // 0: dV, dQ, dK; 1: dV, dK, dQ
+#define ORDER 0
+#endif
+#ifndef PINGPONG
+#define PINGPONG 0
+#endif
+#ifndef PIN
+#define PIN 0
+#endif
 #ifndef POLL_AT  // quarters of the exponentials before the wait for dP^T
 #define POLL_AT 4
 #endif
 #ifndef WAIT_DK
 #define WAIT_DK (HEAD_DIM == 64)
-#endif
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
 #endif
 
 #define D HEAD_DIM
@@ -69,6 +70,8 @@ static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
 #define ID_DS 1                 // both warpgroups have stored dS
 #define ID_DQ_FULL 2            // + warpgroup
 #define ID_DQ_EMPTY 4           // + warpgroup
+#define ID_WARPGROUP 6          // + warpgroup
+#define ID_TURN 8               // + warpgroup: its turn to issue S^T and dP^T
 
 #define INLINE __attribute__((always_inline))
 
@@ -91,13 +94,12 @@ struct Ring {  // a stage and the parity of its barrier
   }
 };
 
-struct Work {  // one CTA's: a key block, and the query blocks that see it
-  int batch, head_kv, n, m_begin, m_end;
+struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
+  Visible seen;
+  int head_kv, n, m_begin, m_end, m_first;
+  __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
+  __device__ __forceinline__ int after(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
 };
-
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-__device__ __forceinline__ int diagonal(const Params& p) { return (int)p.q_offset_value; }
 
 __device__ __forceinline__ Work work_of(const Params& p, int index) {
   const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
@@ -112,52 +114,56 @@ __device__ __forceinline__ Work work_of(const Params& p, int index) {
   head = index / key_blocks;
   w.n = index - head * key_blocks;
 #endif
-  w.batch = head / (int)p.heads_kv;
-  w.head_kv = head - w.batch * (int)p.heads_kv;
-  const int first = (int)p.aux6 + w.n * BLOCK_N, last = min(first + BLOCK_N, (int)p.aux7) - 1;
-  int row_begin = (int)p.aux4, row_end = (int)p.aux5;
-#if HAS_RIGHT
-  row_begin = max(row_begin, first - diagonal(p) - (int)p.window_right);
+  const int batch = head / (int)p.heads_kv;
+  w.head_kv = head - batch * (int)p.heads_kv;
+  w.seen = load_visible(p, batch);
+  const int first = w.n * BLOCK_N, last = min(first + BLOCK_N, w.seen.keys) - 1;
+  const int row_begin = HAS_RIGHT ? max(0, first - w.seen.right) : 0;
+  const int row_end = HAS_LEFT ? min(w.seen.rows, last - w.seen.left + 1) : w.seen.rows;
+  w.m_begin = row_begin / BLOCK_M;
+  w.m_end = max(w.m_begin, ceil_div(row_end, BLOCK_M));
+  w.m_first = w.m_begin;
+#if DETERMINISTIC && !HAS_RIGHT && !HAS_LEFT
+  const int width = (int)p.aux4, place = w.n % width, size = min(width, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
+  w.m_first = place * w.m_end / size;
 #endif
-#if HAS_LEFT
-  row_end = min(row_end, last - diagonal(p) + (int)p.window_left + 1);
-#endif
-  w.m_begin = (row_begin - (int)p.aux4) / BLOCK_M;
-  w.m_end = max(w.m_begin, ceil_div(row_end - (int)p.aux4, BLOCK_M));
   return w;
 }
 
 // ------------------------------------------------------------------------------------------------ producer
 __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
                                         const TMap* map_do, const Work& w, u32 base) {
-  const int group = (int)(p.heads_q / p.heads_kv);
+  const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
+  // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
+  const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
+  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
   mbarrier_expect(base + BAR_K, K_BYTES);
 #pragma unroll
   for (int x = 0; x < D / 64; x++)
-    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, w.n * BLOCK_N, w.head_kv, w.batch, base + BAR_K);
+    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
   mbarrier_expect(base + BAR_V, V_BYTES);
 #pragma unroll
   for (int x = 0; x < DV / 64; x++)
-    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, w.n * BLOCK_N, w.head_kv, w.batch, base + BAR_V);
+    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
   Ring rq{0, 1}, rdo{0, 1};
   for (int g = 0; g < group; g++) {
     const int head = w.head_kv * group + g;
-    const i64 row0 = (w.batch * p.heads_q + head) * p.aux0;
-    const float* lse = (const float*)p.scratch + row0;
-    const float* delta = (const float*)p.delta + row0;
-    for (int m = w.m_begin; m < w.m_end; m++) {
+    const i64 sums = first_sum(p, w.seen, head);
+    const float* lse = (const float*)p.scratch + sums;
+    const float* delta = (const float*)p.delta + sums;
+    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
       const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
       mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
       mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, m * BLOCK_M, head, w.batch, full_q);
+        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
       bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
       mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
       mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, m * BLOCK_M, head, w.batch, full_do);
+        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
       bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
       rq.next(STAGES);
       rdo.next(STAGES_DO);
@@ -166,17 +172,39 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
 }
 
 // ------------------------------------------------------------------------------------------------ dQ writers
+// Key blocks whose sums for query block m come before those of block n, in deterministic mode: groups of aux4 key blocks one
+// after the other (a group is resident as a whole), within a group in the order in which its CTAs come by.
+__device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
+  const int blocks = ceil_div(w.seen.keys, BLOCK_N), width = (int)p.aux4, first = w.n / width * width;
+  int before = first, end = min(first + width, blocks), lead = end - 1;
+#if HAS_LEFT
+  before = max(0, first - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N);
+#endif
+#if HAS_RIGHT
+  lead = min(lead, (min(m * BLOCK_M + BLOCK_M, w.seen.rows) - 1 + w.seen.right) / BLOCK_N);
+#elif !HAS_LEFT
+  const int size = end - first;  // m_first of the group's CTAs lies spread over the query blocks
+  lead = first + ceil_div((m + 1) * size, w.m_end) - 1;
+  if (lead < w.n) lead += size;
+#endif
+  return before + lead - w.n;
+}
+
 // Adds warpgroup `part`'s half of each dQ tile to global memory.
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
-  const int group = (int)(p.heads_q / p.heads_kv), query_blocks = (int)p.aux1, blocks = w.m_end - w.m_begin;
+  const int group = (int)(p.heads_q / p.heads_kv);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
-  int left = group * blocks;
+  int left = group * w.blocks();
   if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
   for (int g = 0; g < group; g++) {
-    const i64 block0 = (w.batch * p.heads_q + w.head_kv * group + g) * query_blocks;
-    for (int m = w.m_begin; m < w.m_end; m++) {
-      float* dst = p.dq_accum + (block0 + m) * (BLOCK_M * D) + part * (BLOCK_M * D / 2);
+    const i64 sums = first_sum(p, w.seen, w.head_kv * group + g);
+    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+      float* dst = p.dq_accum + (sums + m * BLOCK_M) * D + part * (BLOCK_M * D / 2);
       barrier_sync(ID_DQ_FULL + part, 160);
+#if DETERMINISTIC
+      int* turn = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
+      if (lane == 0) wait_for_turn(turn, turn_of(p, w, m));
+#endif
       if (lane == 0) {
         bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
         bulk_commit();
@@ -184,6 +212,12 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
       }
       __syncwarp();
       if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+#if DETERMINISTIC
+      if (lane == 0) {
+        bulk_wait<0>();
+        pass_turn(turn);
+      }
+#endif
     }
   }
 }
@@ -211,9 +245,25 @@ __device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float 
   }
 }
 
+#if VARIABLE
+// Rows [from, ROWS) of a tile become zeros: what a neighbour or padding left there may be NaN. Each warpgroup writes them all,
+// before its own reads.
+template <int SLABS, int ROWS>
+__device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thread) {
+  if (from >= ROWS) return;
+#pragma unroll 1
+  for (int row = from + (thread >> 3); row < ROWS; row += 16) {
+#pragma unroll
+    for (int x = 0; x < SLABS; x++) shared_store_v4(tile + (x * ROWS + row) * 128 + (thread & 7) * 16, 0, 0, 0, 0);
+  }
+  proxy_fence();
+  barrier_sync(ID_WARPGROUP + part, 128);
+}
+#endif
+
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const int group = (int)(p.heads_q / p.heads_kv), blocks = w.m_end - w.m_begin, steps = group * blocks;
+  const int steps = (int)(p.heads_q / p.heads_kv) * w.blocks();
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
   const float scale_log2 = softmax_scale * 1.4426950408889634f;
   float dk[D / 2], dv[DV / 2];
@@ -224,31 +274,29 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   touch(dk);
   touch(dv);
 
-  const int key0 = (int)p.aux6 + w.n * BLOCK_N;  // the block's first key; this thread's rows are key, key + 8
-  const int row = part * 64 + warp * 16 + (lane >> 2);
-  const int keys = (int)p.aux7 - key0;            // keys of the block, may be more than BLOCK_N
+  const int key0 = w.n * BLOCK_N, row = part * 64 + warp * 16 + (lane >> 2);  // this thread's keys: row, row + 8
+  const int keys = w.seen.keys - key0;  // of this block; may be more than BLOCK_N
   const u32 ds_to = base + S_DS + part * (BLOCK_M * 128) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                     (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
   const u32 dq_to = base + S_DQ + part * (DQ_BYTES / 2) + thread * 16;
   const u32 row_from = (lane & 3) * 8;
 
-  // First and last query row (in the query block's own count) that this thread's two keys are seen by, for block m
+  // First and last query row, less this thread's first column, that see its two keys
   int low0 = row < keys ? -0x40000000 : 0x40000000, low1 = row + 8 < keys ? -0x40000000 : 0x40000000;
 #if HAS_RIGHT
-  const int right = key0 + row - diagonal(p) - (int)p.window_right - (int)p.aux4 - 2 * (lane & 3);
+  const int right = key0 + row - w.seen.right - 2 * (lane & 3);
   low0 = max(low0, right);
   low1 = max(low1, right + 8);
 #endif
 #if HAS_LEFT
-  const int high0 = key0 + row - diagonal(p) + (int)p.window_left - (int)p.aux4 - 2 * (lane & 3);
+  const int high0 = key0 + row - w.seen.left - 2 * (lane & 3);
 #endif
-  // Query blocks in [clean_begin, clean_end) need no mask
-  int clean_begin = w.m_begin, clean_end = w.m_end;
+  int clean_begin = w.m_begin, clean_end = w.m_end;  // these query blocks need no mask
 #if HAS_RIGHT
-  clean_begin = max(clean_begin, ceil_div(max(key0 + BLOCK_N - 1 - diagonal(p) - (int)p.window_right - (int)p.aux4, 0), BLOCK_M));
+  clean_begin = max(clean_begin, ceil_div(max(key0 + BLOCK_N - 1 - w.seen.right, 0), BLOCK_M));
 #endif
 #if HAS_LEFT
-  clean_end = min(clean_end, (key0 - diagonal(p) + (int)p.window_left + 1 - (int)p.aux4) / BLOCK_M);
+  clean_end = min(clean_end, (key0 - w.seen.left + 1) / BLOCK_M);
 #endif
   if (keys < BLOCK_N) clean_end = clean_begin;
 
@@ -269,18 +317,33 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_commit();
   };
 
+  auto wait_q = [&](const Ring& r, int m) INLINE {
+    mbarrier_wait(base + BAR_Q_FULL + 8 * r.stage, r.parity);
+#if VARIABLE
+    zero_tail<D / 64, BLOCK_M>(base + S_Q + r.stage * Q_BYTES, w.seen.rows - m * BLOCK_M, part, thread);
+#endif
+  };
+  auto wait_do = [&](const Ring& r, int m) INLINE {
+    mbarrier_wait(base + BAR_DO_FULL + 8 * r.stage, r.parity);
+#if VARIABLE
+    zero_tail<DV / 64, BLOCK_M>(base + S_DO + r.stage * DO_BYTES, w.seen.rows - m * BLOCK_M, part, thread);
+#endif
+  };
+
   Ring rq{0, 0}, rdo{0, 0};
-  int m = w.m_begin, left = steps;
+  int m = w.m_first, left = steps;
   auto step = [&](int ds_buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
-    const int q_stage = rq.stage;
+    const int q_stage = rq.stage, next_m = w.after(m);
     if (!PREFETCH) {
-      mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
+      wait_q(rq, m);
+      if (PINGPONG) barrier_sync(ID_TURN + part, 256);
       wgmma_fence();
       issue_s(rq.stage);
-      mbarrier_wait(base + BAR_DO_FULL + 8 * rdo.stage, rdo.parity);
+      wait_do(rdo, m);
       wgmma_fence();
       issue_dp(rdo.stage);
+      if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
       wgmma_wait<1>();
       touch(s);
     }
@@ -308,12 +371,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - l.y);
       }
     };
-    constexpr int EARLY = BLOCK_M / 32 * 4 * POLL_AT;  // exponentials before the poll
+    constexpr int EARLY = BLOCK_M / 8 * POLL_AT;  // exponentials before the poll
     rq.next(STAGES);
     weights(0, EARLY);
     if (PREFETCH && !last) {  // a poll here keeps ptxas from moving the wait for dP^T above the exponentials
       touch(s);
-      mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
+      wait_q(rq, next_m);
+    } else if (PIN) {
+      touch(s);
+      mbarrier_wait(base + BAR_K, 0);  // passed long ago
     }
     wgmma_wait<0>();
     touch(dp);
@@ -331,6 +397,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++)
       stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+    auto add_dk = [&]() INLINE {  // dK += dS^T Q
+      touch(dk);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < BLOCK_M / 16; k++)
+        Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
+                                 operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+      wgmma_commit();
+    };
     touch(dv);
     wgmma_fence();
 #pragma unroll
@@ -338,6 +413,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
                                 operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
+    if (ORDER == 1) add_dk();
     proxy_fence();
     barrier_sync(ID_DS, 256);
     float dq[DQ_N / 2];
@@ -350,21 +426,32 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                   S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
           k > 0);
     wgmma_commit();
-    wgmma_wait<1>();
-    touch(dv);
-    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
-    touch(dk);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; k++)  // dK += dS^T Q
-      Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
-                               operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
-    wgmma_commit();
-    if (PREFETCH && !last) {
-      issue_s(rq.stage);
-      wgmma_wait<2>();
+    if (ORDER == 0) {
+      wgmma_wait<1>();
+      touch(dv);
+      if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+      add_dk();
+      if (PREFETCH && !last) {
+        issue_s(rq.stage);
+        wgmma_wait<2>();
+      } else {
+        wgmma_wait<1>();
+      }
     } else {
       wgmma_wait<1>();
+      touch(dv);
+      touch(dk);
+      if (lane == 0) {
+        mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+        mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
+      }
+      if (PREFETCH && !last) {
+        wgmma_fence();
+        issue_s(rq.stage);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
     }
     touch(dq);
     barrier_sync(ID_DQ_EMPTY + part, 160);
@@ -376,8 +463,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     barrier_arrive(ID_DQ_FULL + part, 160);
     rdo.next(STAGES_DO);
     if (PREFETCH && !last) {
-      mbarrier_wait(base + BAR_DO_FULL + 8 * rdo.stage, rdo.parity);
-      if (WAIT_DK) wgmma_wait<1>();  // dS^T's registers are free for dP^T
+      wait_do(rdo, next_m);
+      if (WAIT_DK && ORDER == 0) wgmma_wait<1>();  // dS^T's registers are free for dP^T
       wgmma_fence();
       issue_dp(rdo.stage);
       wgmma_wait<1>();  // one group at most in flight around the loop: ptxas serialises more
@@ -385,44 +472,65 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     } else {
       wgmma_wait<0>();
     }
-    touch(dk);
-    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
-    if (++m == w.m_end) m = w.m_begin;
+    if (ORDER == 0) {
+      touch(dk);
+      if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
+    }
+    m = next_m;
     left--;
   };
 
+  mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
+  mbarrier_wait(base + BAR_V, 0);
+#if VARIABLE
+  zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
+  zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
+#endif
   if (steps > 0) {
-    mbarrier_wait(base + BAR_K, 0);
     if (PREFETCH) {
-      mbarrier_wait(base + BAR_Q_FULL, 0);
+      wait_q(rq, m);
       wgmma_fence();
       issue_s(0);
-    }
-    mbarrier_wait(base + BAR_V, 0);
-    if (PREFETCH) {
-      mbarrier_wait(base + BAR_DO_FULL, 0);
+      wait_do(rdo, m);
       wgmma_fence();
       issue_dp(0);
       wgmma_wait<1>();
       touch(s);
     }
+    if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
     int buffer = 0;
 #pragma unroll 1
     for (; left > 1; buffer ^= 1) step(buffer, False());
     step(buffer, True());
-  } else {  // the loads must land before this CTA leaves
-    mbarrier_wait(base + BAR_K, 0);
-    mbarrier_wait(base + BAR_V, 0);
   }
 
-  const i64 key = (i64)key0 + part * 64;
+  const i64 at = key0 + part * 64;
+  u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
+  u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
   const int rows = keys - part * 64;
-  u16* dv_to = (u16*)p.dv + w.batch * p.dv_stride_b + w.head_kv * p.dv_stride_h + key * p.dv_stride_s;
-  u16* dk_to = (u16*)p.dk + w.batch * p.dk_stride_b + w.head_kv * p.dk_stride_h + key * p.dk_stride_s;
   store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
   barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
   store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
                     lane);
+}
+
+// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones.
+__device__ __forceinline__ void hide(const Params& p, const Work& w) {
+  const Visible& v = w.seen;
+  const int block = w.n - ceil_div(v.keys, BLOCK_N), total = VARLEN ? v.entry.seqlen_kv : (int)p.seqlen_kv;
+  const i64 batch = VARLEN ? 0 : v.entry.batch;
+  u16* dk = (u16*)p.dk + batch * p.dk_stride_b + w.head_kv * p.dk_stride_h;
+  u16* dv = (u16*)p.dv + batch * p.dv_stride_b + w.head_kv * p.dv_stride_h;
+  const int thread = threadIdx.x, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
+  zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
+  zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
+                       thread);
+#if VARLEN
+  if (w.n == p.aux2 - 1) {
+    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+  }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -447,6 +555,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const Work w = work_of(p, blockIdx.x);
+  if (w.n * BLOCK_N >= w.seen.keys) {
+    hide(p, w);
+    return;
+  }
   if (warpgroup == 0) {
     registers_give<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import params
-from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
+from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from ..spec import AttentionSpec, Operand
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         "segments": spec.segments,
         "softcap": spec.softcap,
         "dropout_p": spec.dropout_p,
-        "lengths or offsets per entry": spec.variable,
-        "deterministic": spec.deterministic,
     }
     for name, used in features.items():
         if used is not None and used:
@@ -81,9 +79,14 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """First and end query row that see a key, first and end key that is seen; both ranges empty if there is none."""
+    """First and end query row that see a key, first and end key that is seen; both ranges empty if there is none.
+
+    Whole lengths where they vary between entries: the kernels then look themselves.
+    """
+    row_begin, row_end, key_begin, key_end = 0, spec.q.shape[2], 0, spec.k.shape[2]
+    if spec.variable:
+        return row_begin, row_end, key_begin, key_end
     offset = int(spec.q_offset)
-    row_begin, row_end, key_begin, key_end = 0, spec.seqlen_q, 0, spec.seqlen_kv
     if spec.window_right >= 0:
         row_begin = max(row_begin, -offset - spec.window_right)
         key_end = min(key_end, spec.seqlen_q + offset + spec.window_right)
@@ -93,6 +96,13 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     if row_begin >= row_end or key_begin >= key_end:
         return 0, 0, 0, 0
     return row_begin, row_end, key_begin, key_end
+
+
+def _blocks(size: int, total: int, seen: int, variable: bool) -> int:
+    """Blocks of ``size`` rows in the grid for a head: whole ones of visible rows, then of zeros."""
+    if variable:
+        return -(-total // size) + 1
+    return -(-seen // size) + -(-(total - seen) // size)
 
 
 def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> TensorMap:
@@ -113,9 +123,9 @@ def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> 
     )
 
 
-def _sections(spec: AttentionSpec, rows: int) -> int:
+def _sections(spec: AttentionSpec) -> int:
     """Key/value heads scheduled together: their Q, dO and dQ sums share the L2."""
-    per_head = spec.group * rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
+    per_head = spec.group * spec.seqlen_q * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
     return 1 << max(0, (max(1, SECTION_BYTES // per_head)).bit_length() - 1)
 
 
@@ -124,56 +134,63 @@ def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
-    """The backward program: inputs q, k, v, out, lse, dout[, dlse]; outputs dq, dk, dv as ``wants`` names them."""
+    """The backward program: inputs q, k, v, out, lse, dout and what the spec has; outputs dq, dk, dv as wanted."""
     assert refuses(spec, device) is None
-    row_begin, row_end, key_begin, key_end = visible(spec)
     dim, dim_v = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
     tile = TILES[dim]
-    rows, keys = row_end - row_begin, key_end - key_begin
-    query_blocks, key_blocks = -(-rows // tile.block_m), -(-keys // BLOCK_N)
-    padded = query_blocks * tile.block_m
-    heads = spec.batch * spec.heads_q
+    sum_heads, sum_rows = sums_shape(spec, tile.block_m)
     gradients = [Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in ("q", "k", "v")]
     outputs = tuple(g for g in gradients if g.name[1:] in wants)
-    workspace = tuple(g for g in gradients if g.name[1:] not in wants) + (
-        Buffer("delta", (heads, max(1, padded)), "float32"),
-        Buffer("lse_log2", (heads, max(1, padded)), "float32"),
-        Buffer("dq_accum", (heads, max(1, padded), dim), "float32"),
-    )
-    steps: list[Launch | Memset] = []
-    if rows < spec.seqlen_q:
-        steps.append(Memset("dq"))
-    if keys < spec.seqlen_kv:
-        steps += [Memset("dk"), Memset("dv")]
-    if rows:
-        steps += _launches(spec, dim, dim_v, tile, (row_begin, row_end, key_begin, key_end), query_blocks, key_blocks)
-    inputs = ("q", "k", "v", "out", "lse", "dout")
-    inputs += (("dlse",) if spec.dlse else ()) + (("softmax_scale",) if spec.softmax_scale is None else ())
-    return Program(inputs=inputs, outputs=outputs, workspace=workspace, steps=tuple(steps))
+    workspace = [g for g in gradients if g.name[1:] not in wants]
+    workspace += [
+        Buffer("delta", (sum_heads, sum_rows), "float32"),
+        Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
+        Buffer("dq_accum", (sum_heads, sum_rows, dim), "float32"),
+    ]
+    if spec.deterministic:
+        workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
+    operands = _operands(spec)
+    inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands)
+    steps = _launches(spec, device, dim, dim_v, tile, operands)
+    return Program(inputs=inputs, outputs=outputs, workspace=tuple(workspace), steps=steps)
 
 
-def _launches(
-    spec: AttentionSpec,
-    dim: int,
-    dim_v: int,
-    tile: Tile,
-    ranges: tuple[int, int, int, int],
-    query_blocks: int,
-    key_blocks: int,
-) -> list[Launch | Memset]:
-    row_begin, row_end, key_begin, key_end = ranges
-    out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
-    dout = spec.dout or Operand(
-        spec.dtype, (spec.batch, spec.heads_q, spec.seqlen_q, spec.head_dim_v), (*out_strides, 1)
-    )
-    words: dict[str, int | float] = {
-        **_strides("out", out_strides),
+def sums_shape(spec: AttentionSpec, block_m: int) -> tuple[int, int]:
+    """(heads, rows) of delta, LSE and the dQ sums: rows are whole query blocks, packed sequences begin on one."""
+    if spec.varlen:
+        return spec.heads_q, (spec.total_q // block_m + spec.batch) * block_m
+    row_begin, row_end, _, _ = visible(spec)
+    return spec.batch * spec.heads_q, max(1, -(-(row_end - row_begin) // block_m)) * block_m
+
+
+def _operands(spec: AttentionSpec) -> tuple[str, ...]:
+    """Small operands that say who sees whom, and the scale."""
+    names = {
+        "softmax_scale": spec.softmax_scale is None,
+        "q_seqlens": spec.q_seqlens,
+        "kv_seqlens": spec.kv_seqlens,
+        "q_offset": spec.q_offset == "array",
+        "cu_seqlens_q": spec.varlen,
+        "cu_seqlens_k": spec.varlen,
+    }
+    return tuple(name for name, used in names.items() if used)
+
+
+def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> dict[str, int | float]:
+    row_begin, row_end, key_begin, key_end = visible(spec)
+    query_blocks = _blocks(tile.block_m, spec.seqlen_q, row_end - row_begin, spec.variable)
+    key_blocks = _blocks(BLOCK_N, spec.seqlen_kv, key_end - key_begin, spec.variable)
+    sections = _sections(spec)
+    modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
+    fixed = isinstance(spec.q_offset, int)
+    return {
+        **_strides("out", spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)),
         **_strides("dout", dout.strides),
         **_strides("dq", spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim)),
         **_strides("dk", spec.strides_of(spec.heads_kv, spec.seqlen_kv, spec.head_dim)),
         **_strides("dv", spec.strides_of(spec.heads_kv, spec.seqlen_kv, spec.head_dim_v)),
-        "lse_stride_b": spec.heads_q * spec.seqlen_q,
-        "lse_stride_h": spec.seqlen_q,
+        "lse_stride_b": 0 if spec.varlen else spec.heads_q * spec.seqlen_q,
+        "lse_stride_h": spec.total_q if spec.varlen else spec.seqlen_q,
         "batch": spec.batch,
         "heads_q": spec.heads_q,
         "heads_kv": spec.heads_kv,
@@ -183,44 +200,64 @@ def _launches(
         "head_dim_v": spec.head_dim_v,
         "window_left": spec.window_left,
         "window_right": spec.window_right,
-        "q_offset_value": int(spec.q_offset),
+        "q_offset_mode": params.OFFSET_VALUE if fixed else modes[str(spec.q_offset)],
+        "q_offset_value": int(spec.q_offset) if fixed else 0,
         "softmax_scale_value": spec.softmax_scale or 0.0,
-        "aux0": query_blocks * tile.block_m,
+        "aux0": sums_shape(spec, tile.block_m)[1],
         "aux1": query_blocks,
         "aux2": key_blocks,
-        "aux3": _sections(spec, row_end - row_begin),
-        "aux4": row_begin,
-        "aux5": row_end,
-        "aux6": key_begin,
-        "aux7": key_end,
+        "aux3": sections,
+        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if spec.masked else 1),
+        "aux5": spec.total_q,
+        "aux6": spec.total_kv,
     }
+
+
+def turn_group(device: Device, together: int) -> int:
+    """Key blocks of a head that take turns with each other (deterministic): all of them must be resident at once."""
+    return max(1, min(64, device.sm_count // together))
+
+
+def _launches(
+    spec: AttentionSpec, device: Device, dim: int, dim_v: int, tile: Tile, operands: tuple[str, ...]
+) -> tuple[Launch, ...]:
+    out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
+    out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
+    dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
+    words = _words(spec, device, tile, dout)
     block_words = params.pack(words)
+    row_begin, row_end, key_begin, key_end = visible(spec)
+    row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
     defines = (
         ("DTYPE", 0 if spec.dtype == "float16" else 1),
         ("HEAD_DIM", dim),
         ("HEAD_DIM_V", dim_v),
         ("BLOCK_M", tile.block_m),
+        ("HAS_LEFT", int(spec.window_left >= 0)),
+        ("HAS_RIGHT", int(spec.window_right >= 0)),
+        ("VARIABLE", int(spec.variable)),
+        ("VARLEN", int(spec.varlen)),
+        ("DETERMINISTIC", int(spec.deterministic)),
     )
-    window = (("HAS_LEFT", int(spec.window_left >= 0)), ("HAS_RIGHT", int(spec.window_right >= 0)))
     pipeline = (("STAGES", tile.stages), ("STAGES_DO", tile.stages_do), ("PREFETCH", tile.prefetch))
-    scale = (("softmax_scale", "softmax_scale"),) if spec.softmax_scale is None else ()
-    sums = (("delta", "delta"), ("scratch", "lse_log2"), ("dq_accum", "dq_accum"))
-    query_grid = (spec.batch * spec.heads_q * query_blocks, 1, 1)
+    common = [(x, x) for x in ("dq_accum", *operands)] + ([("semaphore", "turns")] if spec.deterministic else [])
+    rows = [("delta", "delta"), ("scratch", "lse_log2")]
+    query_grid = (spec.batch * spec.heads_q * int(words["aux1"]), 1, 1)
     prepare = Launch(
         kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", defines),
         grid=query_grid,
         block=256,
         shared_memory=0,
         block_words=block_words,
-        pointers=(*((x, x) for x in ("out", "dout", "lse", *(("dlse",) if spec.dlse else ()))), *sums),
+        pointers=(*((x, x) for x in ("out", "dout", "lse", *(("dlse",) if spec.dlse else ()))), *rows, *common),
     )
     main = Launch(
-        kernel=Kernel("bwd_sm90", "attention_backward_sm90", defines + window + pipeline),
-        grid=(spec.batch * spec.heads_kv * key_blocks, 1, 1),
+        kernel=Kernel("bwd_sm90", "attention_backward_sm90", defines + pipeline),
+        grid=(spec.batch * spec.heads_kv * int(words["aux2"]), 1, 1),
         block=THREADS,
         shared_memory=shared_memory(dim, dim_v, tile),
         block_words=block_words,
-        pointers=(("dk", "dk"), ("dv", "dv"), *sums, *scale),
+        pointers=(("dk", "dk"), ("dv", "dv"), *rows, *common),
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
             tensor_map("k", spec.k, key_begin, key_end, BLOCK_N),
@@ -234,6 +271,6 @@ def _launches(
         block=256,
         shared_memory=0,
         block_words=block_words,
-        pointers=(("dq", "dq"), ("dq_accum", "dq_accum"), *scale),
+        pointers=(("dq", "dq"), *common),
     )
-    return [prepare, main, convert]
+    return prepare, main, convert
