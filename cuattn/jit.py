@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .device import forced_arch, import_cupy
+from .device import forced_arch, import_cupy, import_nvrtc
 from .program import Kernel
 
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
@@ -86,36 +86,34 @@ def target(arch: int) -> str:
     return f"sm_{arch}a" if arch == 90 else f"sm_{arch}"
 
 
-def key(kernel: Kernel, arch: int) -> str:
-    """The cache key: a hash of all that decides the machine code."""
+_nvrtc_loading = threading.Lock()
+
+
+def load_nvrtc() -> Any:
+    """CuPy's binding of NVRTC, loaded whole.
+
+    Its first use loads the library and then the library's built-ins: a second thread that compiled in between
+    would fail ("failed to open libnvrtc-builtins").
+    """
+    import_cupy()
     from cupy.cuda import nvrtc
 
-    facts = (_FORMAT, kernel.entry, kernel.defines, OPTIONS, nvrtc.getVersion(), target(arch))
+    with _nvrtc_loading:
+        nvrtc.getVersion()
+    return nvrtc
+
+
+def key(kernel: Kernel, arch: int) -> str:
+    """The cache key: a hash of all that decides the machine code."""
+    facts = (_FORMAT, kernel.entry, kernel.defines, OPTIONS, load_nvrtc().getVersion(), target(arch))
     digest = hashlib.sha256(repr(facts).encode() + _headers_digest())
     digest.update(sources()[f"{kernel.source}.cu"].encode())
     return digest.hexdigest()
 
 
-_started: list[bool] = []
-_starting = threading.Lock()
-
-
-def _start(nvrtc: Any) -> None:
-    """Compile nothing, once: NVRTC loads its built-ins on its first compilation, and fails on two at once."""
-    with _starting:
-        if not _started:
-            program = nvrtc.createProgram("", "nothing.cu", [], [])
-            nvrtc.compileProgram(program, ["-arch=sm_80"])
-            nvrtc.destroyProgram(program)
-            _started.append(True)
-
-
 def build(kernel: Kernel, arch: int) -> Compiled:
     """Compile now, whatever the cache holds. Needs neither a GPU nor a driver. Raises ``CompileError``."""
-    import_cupy()
-    from cupy.cuda import nvrtc
-
-    _start(nvrtc)
+    nvrtc = load_nvrtc()
     texts, names = _headers()
     program = nvrtc.createProgram(sources()[f"{kernel.source}.cu"], f"{kernel.source}.cu", list(texts), list(names))
     try:
