@@ -1,7 +1,7 @@
-"""What a GPU is, as far as choosing kernels needs it. Plain data that tests can fake; no spec, no kernels here.
+"""What a GPU is, as far as choosing kernels needs it: plain data that tests can fake. No spec, no kernels.
 
-``CUATTN_ARCH=compute_80`` (or ``compute_75``, ...) makes every device look like that architecture: kernels are
-then compiled to PTX for it and the driver translates them, which is how older paths are tested on a newer GPU.
+``CUATTN_ARCH=compute_80`` (or ``compute_75``, ...) makes every device look like that architecture: kernels
+are compiled to PTX for it and the driver translates them. So older paths are tested on a newer GPU.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import functools
 import importlib.util
 import os
 import tempfile
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import BackendUnavailable
 
 OLDEST = 75
+_compiler_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,16 @@ def import_cupy() -> Any:
     return cupy
 
 
+def import_nvrtc() -> Any:
+    """CuPy's binding of NVRTC, loaded. NOTE: two threads that load it at once may fail."""
+    with _compiler_lock:
+        import_cupy()
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+        return nvrtc
+
+
 @functools.cache
 def unavailable() -> str | None:
     """Why no GPU can be used, with what to install; None when one can."""
@@ -75,9 +87,7 @@ def unavailable() -> str | None:
     except Exception as fault:  # a broken installation raises anything
         return f"CuPy does not load ({_first_line(fault)}): {extra}"
     try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
+        import_nvrtc()
     except Exception as fault:
         return f"NVRTC does not load ({_first_line(fault)}): {extra}"
     try:

@@ -1,7 +1,7 @@
 """Raw CUDA sources to loaded kernels: NVRTC through CuPy, our own cubin cache on disk, modules per device.
 
-A cache entry is found by a hash of everything that can change its bytes: all sources and headers, the defines,
-the options, NVRTC's version and the architecture. Nothing here knows attention. CuPy is imported inside functions.
+A cache entry is found by a hash of all that can change its bytes: the source, all headers, the defines, the
+options, NVRTC's version and the architecture. Nothing here knows attention; CuPy is imported in functions.
 """
 
 from __future__ import annotations
@@ -86,26 +86,9 @@ def target(arch: int) -> str:
     return f"sm_{arch}a" if arch == 90 else f"sm_{arch}"
 
 
-_nvrtc_loading = threading.Lock()
-
-
-def load_nvrtc() -> Any:
-    """CuPy's binding of NVRTC, loaded whole.
-
-    Its first use loads the library and then the library's built-ins: a second thread that compiled in between
-    would fail ("failed to open libnvrtc-builtins").
-    """
-    import_cupy()
-    from cupy.cuda import nvrtc
-
-    with _nvrtc_loading:
-        nvrtc.getVersion()
-    return nvrtc
-
-
 def key(kernel: Kernel, arch: int) -> str:
     """The cache key: a hash of all that decides the machine code."""
-    facts = (_FORMAT, kernel.entry, kernel.defines, OPTIONS, load_nvrtc().getVersion(), target(arch))
+    facts = (_FORMAT, kernel.entry, kernel.defines, OPTIONS, import_nvrtc().getVersion(), target(arch))
     digest = hashlib.sha256(repr(facts).encode() + _headers_digest())
     digest.update(sources()[f"{kernel.source}.cu"].encode())
     return digest.hexdigest()
@@ -113,16 +96,18 @@ def key(kernel: Kernel, arch: int) -> str:
 
 def build(kernel: Kernel, arch: int) -> Compiled:
     """Compile now, whatever the cache holds. Needs neither a GPU nor a driver. Raises ``CompileError``."""
-    nvrtc = load_nvrtc()
+    nvrtc = import_nvrtc()
     texts, names = _headers()
-    program = nvrtc.createProgram(sources()[f"{kernel.source}.cu"], f"{kernel.source}.cu", list(texts), list(names))
+    file = f"{kernel.source}.cu"
+    program = nvrtc.createProgram(sources()[file], file, list(texts), list(names))
     try:
-        options = [f"-arch={target(arch)}", *OPTIONS, *(f"-D{name}={value}" for name, value in kernel.defines)]
+        defines = (f"-D{name}={value}" for name, value in kernel.defines)
+        options = [f"-arch={target(arch)}", *OPTIONS, *defines]
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
-            raise CompileError(f"{kernel.source}.cu for {target(arch)}: {error}\n{log}") from None
+            raise CompileError(f"{file} for {target(arch)}: {error}\n{log}") from None
         log = nvrtc.getProgramLog(program)
         if target(arch).startswith("compute"):
             ptx = nvrtc.getPTX(program)
@@ -174,7 +159,7 @@ def compile_all(kernels: Iterable[tuple[Kernel, int]]) -> list[Compiled]:
         return list(pool.map(lambda pair: compiled(*pair), wanted))
 
 
-# ---- the disk cache: <key>.json names the image file by its hash, so no reader ever sees half an entry -------------
+# ---- the disk cache: <key>.json names the image file by its hash, so no reader sees half an entry ----
 
 
 def _image_path(entry: str, digest: str) -> Path:
@@ -219,7 +204,7 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-# ---- loading -------------------------------------------------------------------------------------------------------
+# ---- loading ----
 
 _functions: dict[tuple[Kernel, int], Function] = {}
 _loading = threading.Lock()

@@ -1,14 +1,16 @@
 """The CUDA backend: which kernel family takes a spec, and running its program on CuPy arrays.
 
-Tiles and parameters are the families' (``cuattn/families``), compiling is ``jit``'s. A prepared call holds all
-that does not change from call to call, so that a warm one packs a few pointers and launches.
+Tiles and parameters are the families' (``cuattn/families``), compiling is ``jit``'s. A prepared call holds
+all that does not change from call to call, so that a warm one fills in a few pointers and launches.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
+import threading
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -25,7 +27,7 @@ BACKWARD = ("sm90_backward", "mma_backward", "wide_backward")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ALIGNMENT = 256  # of buffers inside one workspace allocation
 _SEED_POINTER, _SEED_VALUE = params.INDEX["dropout_seed"], params.INDEX["dropout_seed_value"]
-_KEPT_MAPS = 256  # tensor maps kept a launch, by address
+_KEPT_MAPS = 256  # tensor maps kept a program, by address
 
 
 def unavailable() -> str | None:
@@ -33,7 +35,7 @@ def unavailable() -> str | None:
     return devices.unavailable()
 
 
-# ---- choosing ------------------------------------------------------------------------------------------------------
+# ---- choosing ----
 
 
 def _choose(modules: tuple[str, ...], spec: AttentionSpec, device: Device) -> Any:
@@ -74,12 +76,12 @@ def prepare_program(what: Program, device: int) -> Prepared:
     return Prepared(what, device, arch)
 
 
-# ---- the driver ----------------------------------------------------------------------------------------------------
+# ---- the driver ----
 
 
 class _LaunchConfig(ctypes.Structure):
-    # cuda.h: typedef struct CUlaunchConfig_st { unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
-    #   blockDimZ, sharedMemBytes; CUstream hStream; CUlaunchAttribute *attrs; unsigned int numAttrs; } CUlaunchConfig;
+    # cuda.h: CUlaunchConfig { unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ,
+    #   sharedMemBytes; CUstream hStream; CUlaunchAttribute *attrs; unsigned int numAttrs; }
     _fields_ = [
         *((f"size{i}", ctypes.c_uint) for i in range(6)),
         ("shared_memory", ctypes.c_uint),
@@ -141,17 +143,20 @@ def encode(tensor_map: TensorMap, address: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * 128).from_buffer(raw, shift)
 
 
-# ---- running -------------------------------------------------------------------------------------------------------
+# ---- running ----
 
 
 class _Call:
-    """The host memory of one launch: parameter block, argument array and launch configuration."""
+    """What one thread keeps for one launch: parameter block, argument array and launch configuration."""
+
+    __slots__ = ("arguments", "attribute", "block", "config", "handle", "kept", "pointers", "words")
 
     def __init__(self, step: Launch, handle: int) -> None:
         self.handle = handle
         self.block = ctypes.create_string_buffer(step.block_words, len(step.block_words))
         self.words = memoryview(self.block).cast("B").cast("q")
         self.arguments = (ctypes.c_void_p * (1 + len(step.tensor_maps)))(ctypes.addressof(self.block))
+        self.kept: list[Any] = [None] * len(self.arguments)  # maps in use, which another thread may evict
         self.config = _LaunchConfig(*step.grid, step.block, 1, 1, step.shared_memory, None, None, 0)
         if step.dependent:
             self.attribute = ctypes.create_string_buffer(_DEPENDENT, len(_DEPENDENT))
@@ -163,21 +168,23 @@ class _Call:
 class Prepared:
     """A program loaded on one device; called with CuPy arrays it returns its outputs. Any thread may call it.
 
-    It launches on the device's current CuPy stream and neither waits nor changes the current device. It can be
-    captured into a CUDA graph once it has run.
+    It launches on the device's current CuPy stream and neither waits nor changes the current device. It can
+    be captured into a CUDA graph once it has run.
     """
 
     def __init__(self, what: Program, device: int, arch: int) -> None:
         self.program = what
         self.device = device
         self._cupy = devices.import_cupy()
+        self._runtime = self._cupy.cuda.runtime
+        self._stream = self._cupy.cuda.get_current_stream
         self.functions: dict[Launch, jit.Function] = {}
         for step in what.steps:
             if isinstance(step, Launch):
                 self.functions[step] = self._load(step, arch)
         self._layout()
-        self._idle: list[list[_Call | None]] = []  # one per call in flight: the blocks are written to
-        self._maps: dict[tuple[TensorMap, int], Any] = {}
+        self._own = threading.local()  # a list of calls a thread: their memory is written to
+        self._maps: dict[tuple[int, int], Any] = {}
 
     def _load(self, step: Launch, arch: int) -> jit.Function:
         function = jit.get_function(step.kernel, self.device, arch)
@@ -188,7 +195,7 @@ class Prepared:
         return function
 
     def _layout(self) -> None:
-        """Give each buffer a slot in the list of addresses, and each scratch buffer its place in one allocation."""
+        """Give each buffer a slot in the list of addresses, each scratch buffer a place in one allocation."""
         what = self.program
         self._inputs = tuple(n for n in what.inputs if n != "dropout_seed")
         self._seeded = "dropout_seed" in what.inputs
@@ -201,42 +208,47 @@ class Prepared:
             self._scratch += -(-_bytes(buffer) // _ALIGNMENT) * _ALIGNMENT
         sizes = {b.name: _bytes(b) for b in (*what.outputs, *what.workspace)}
         self._steps: list[Any] = []
+        map_number = itertools.count()
         for step in what.steps:
             if isinstance(step, Memset):
                 self._steps.append((slot[step.buffer], sizes[step.buffer]))
                 continue
             assert isinstance(step, Launch), step
             found = [(params.INDEX[f], slot[name]) for f, name in step.pointers if name != "dropout_seed"]
-            maps = [(i + 1, m, slot[m.buffer]) for i, m in enumerate(step.tensor_maps)]
+            maps = [(i + 1, next(map_number), m, slot[m.buffer]) for i, m in enumerate(step.tensor_maps)]
             self._steps.append((found, maps, any(name == "dropout_seed" for _, name in step.pointers)))
 
     def __call__(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Run on CuPy arrays by operand name (the dropout seed may be a Python int); new outputs by name."""
-        cupy, runtime = self._cupy, self._cupy.cuda.runtime
-        current = runtime.getDevice()
-        if current != self.device:
-            runtime.setDevice(self.device)
+        current = self._runtime.getDevice()
+        if current == self.device:
+            return self._run(arrays)
+        self._runtime.setDevice(self.device)
         try:
-            addresses = [arrays[name].data.ptr for name in self._inputs]
-            outputs = {name: cupy.ndarray(shape, dtype) for name, shape, dtype in self._outputs}
-            addresses += [x.data.ptr for x in outputs.values()]
-            if self._scratch:
-                scratch = cupy.cuda.alloc(self._scratch)
-                addresses += [scratch.ptr + offset for offset in self._offsets]
-            stream = cupy.cuda.get_current_stream().ptr
-            seed = arrays["dropout_seed"] if self._seeded else 0
-            self._launch(addresses, seed, stream)
-            return outputs
+            return self._run(arrays)
         finally:
-            if current != self.device:
-                runtime.setDevice(current)
+            self._runtime.setDevice(current)
+
+    def _run(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        cupy = self._cupy
+        addresses = [arrays[name].data.ptr for name in self._inputs]
+        outputs = {}
+        for name, shape, dtype in self._outputs:
+            x = outputs[name] = cupy.ndarray(shape, dtype)
+            addresses.append(x.data.ptr)
+        if self._scratch:
+            scratch = cupy.cuda.alloc(self._scratch)
+            start = scratch.ptr
+            addresses += [start + offset for offset in self._offsets]
+        self._launch(addresses, arrays["dropout_seed"] if self._seeded else 0, self._stream().ptr)
+        return outputs
 
     def _launch(self, addresses: list[int], seed: int | Any, stream: int) -> None:
         driver = _driver()
         try:
-            calls = self._idle.pop()
-        except IndexError:
-            calls = self._new_calls()
+            calls = self._own.calls
+        except AttributeError:
+            calls = self._own.calls = self._new_calls()
         for step, call in zip(self._steps, calls, strict=True):
             if call is None:
                 at, size = step
@@ -250,25 +262,29 @@ class Prepared:
                 on_device = not isinstance(seed, int)
                 words[_SEED_POINTER] = seed.data.ptr if on_device else 0
                 words[_SEED_VALUE] = 0 if on_device else seed
-            for argument, tensor_map, at in maps:
-                call.arguments[argument] = self._map(tensor_map, addresses[at])
+            for argument, number, tensor_map, at in maps:
+                address = addresses[at]
+                found = self._maps.get((number, address)) or self._map(number, tensor_map, address)
+                call.arguments[argument], call.kept[argument] = found
             call.config.stream = stream
             config, arguments = call.pointers
             result = driver.cuLaunchKernelEx(config, call.handle, arguments, None)
             if result:
                 _check(result, "cuLaunchKernelEx")
-        self._idle.append(calls)
 
     def _new_calls(self) -> list[_Call | None]:
-        return [_Call(s, self.functions[s].handle) if isinstance(s, Launch) else None for s in self.program.steps]
+        """The calling thread's own. NOTE: a fresh thread has no context to launch in until setDevice."""
+        self._runtime.setDevice(self.device)
+        handles = self.functions
+        return [_Call(s, handles[s].handle) if isinstance(s, Launch) else None for s in self.program.steps]
 
-    def _map(self, tensor_map: TensorMap, address: int) -> int:
-        found = self._maps.get((tensor_map, address))
-        if found is None:
-            if len(self._maps) >= _KEPT_MAPS:
-                self._maps = {}  # a new dictionary: another thread may be reading the old one
-            found = self._maps[tensor_map, address] = encode(tensor_map, address)
-        return ctypes.addressof(found)
+    def _map(self, number: int, tensor_map: TensorMap, address: int) -> tuple[int, Any]:
+        """A map's address and what keeps it in memory."""
+        if len(self._maps) >= _KEPT_MAPS:
+            self._maps = {}  # a new dictionary: another thread may be reading the old one
+        encoded = encode(tensor_map, address)
+        self._maps[number, address] = found = ctypes.addressof(encoded), encoded
+        return found
 
 
 def _bytes(buffer: Buffer) -> int:
@@ -286,5 +302,3 @@ def _dtype(name: str) -> Any:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
-
-
