@@ -361,7 +361,7 @@ def run(setup: Setup, backend: str | None = None) -> Iterator[Row]:
     skipped, standard_cost, cost = "", 0.0, 0.0
     for length in setup.lengths:
         left = setup.budget - (time.perf_counter() - started)
-        if 4 * cost > left:
+        if cost and 4 * cost > left:
             return
         inputs = make_inputs(xp, setup, length)
         if not cost:  # the first length also compiles

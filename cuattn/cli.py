@@ -6,7 +6,7 @@ What is measured, checked or gathered is in ``bench``, ``verify``, ``info`` and 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from . import bench as bench_
 from . import info as info_
+from . import planning
 from . import verify as verify_
 from .backends import backends
 
@@ -286,3 +287,183 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print plain data"
     }.items():
         rest.add_row(name, value)
     console.print(rest)
+
+
+# plan and precompile
+
+
+@app.command()
+def plan(
+    batch: Annotated[int, typer.Option(min=0)] = 1,
+    seqlen: Annotated[int, typer.Option(min=0, help="queries")] = 4096,
+    seqlen_kv: Annotated[int | None, typer.Option(min=0, help="keys; default: as many as queries")] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="default: as many as --heads")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=256)] = 128,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32, float64")] = "float16",
+    causal: Annotated[bool, typer.Option(help="causal mask or none")] = False,
+    window: Annotated[str | None, typer.Option(help="left,right; -1 is open")] = None,
+    softcap: Annotated[float, typer.Option(min=0)] = 0.0,
+    precision: Annotated[str | None, typer.Option(help="float32 only: highest, tf32, bf16")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="the gradients' kernels")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="T4, A100, RTX3090, RTX4090, H200, B200, RTX5090, cpu, or an index")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="the walk in words and numbers")] = False,
+    compiled: Annotated[bool, typer.Option(help="compile, to know registers and occupancy")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print plain data")] = False,
+) -> None:
+    """Show what a call would run and cost, without running it; the GPU need not be here."""
+    q = planning.shaped((batch, seqlen, heads, head_dim), dtype)
+    keys = planning.shaped(
+        (batch, seqlen if seqlen_kv is None else seqlen_kv, heads_kv or heads, head_dim), dtype
+    )
+    where: Any = int(device) if device and device.isdigit() else device
+    if where is None:
+        where = 0 if backends()["cuda"].available else "cpu"
+    try:
+        sides = tuple(int(n) for n in window.split(",")) if window else None
+        made = planning.plan(
+            q, keys, keys,
+            device=None if where == "cpu" else where, backend="numba" if where == "cpu" else "cuda",
+            backward=backward, compile_kernels=None if compiled else False, causal=causal, window_size=sides,
+            softcap=softcap, precision=precision, deterministic=deterministic,
+        )  # fmt: skip
+    except (ValueError, TypeError, RuntimeError) as refused:
+        raise _fail(str(refused)) from None
+    if as_json:
+        typer.echo(json.dumps(asdict(made), indent=1))
+        return
+    console.print(_kernel_table(made))
+    console.print(_cost_table(made))
+    for line in _explanation(made) if explain else []:
+        console.print(line, highlight=False)
+
+
+def _kernel_table(made: planning.Plan) -> Table:
+    where = made.device.name if made.device else "CPU"
+    title = f"{made.backend} on {where}, {'backward' if made.backward else 'forward'}"
+    columns = ["kernel", "tile", "pieces of work"]
+    if made.device:
+        columns = ["kernel", "tile", "stages", "blocks × threads", "shared", "registers", "per SM", "waves"]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for use in made.kernels:
+        tile = f"{use.tile[0]}×{use.tile[1]}" if use.tile else "–"
+        if not made.device:
+            table.add_row(use.name, tile, str(use.blocks))
+            continue
+        registers = "–" if use.registers is None else str(use.registers)
+        if use.spill_bytes:
+            registers += f" [red]+{use.spill_bytes} B[/red]"
+        table.add_row(
+            use.name, tile, str(use.stages or "–"), f"{use.blocks} × {use.threads}",
+            f"{use.shared_memory / 1024:.0f} KiB", registers, str(use.blocks_per_sm or "–"),
+            "–" if use.waves is None else f"{use.waves:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _count(value: float, unit: str) -> str:
+    """A number with its decimal prefix."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000 or prefix == "T":
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def _cost_table(made: planning.Plan) -> Table:
+    table = Table("", "this call", "plain attention", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_row("arithmetic", _count(made.flops, "FLOP"), _count(made.standard_flops, "FLOP"))
+    table.add_row("memory moved", _count(made.memory_bytes, "B"), _count(made.standard_bytes, "B"))
+    if made.device:
+        table.add_row("loaded from L2", _count(made.on_chip_bytes, "B"), "")
+    table.add_row("scratch memory", _count(made.workspace_bytes, "B"), _count(made.standard_workspace, "B"))
+    balance = f" (the device's balance: {made.balance:.0f})" if made.balance else ""
+    plain = made.standard_flops / max(1, made.standard_bytes)
+    table.add_row("FLOP per byte", f"{made.intensity:.0f}{balance}", f"{plain:.0f}")
+    if made.seconds is not None:
+        table.add_row("no faster than", _seconds(made.seconds), _seconds(made.standard_seconds))
+    return table
+
+
+def _bar(used: float, width: int = 30) -> str:
+    full = min(width, round(used * width))
+    return "[blue]" + "█" * full + "[/blue]" + "░" * (width - full) + f" {used:.0%}"
+
+
+def _explanation(made: planning.Plan) -> list[str]:
+    """The walk of a call in sentences."""
+    spec = made.spec
+    lines = [
+        f"[bold]The call.[/bold] {spec.batch} × {spec.heads_q} heads of {spec.seqlen_q} queries against "
+        f"{spec.seqlen_kv} keys, head_dim {spec.head_dim}, {spec.dtype}; {spec.group} query head(s) per key "
+        f"head. Positions leave {made.visible:.1%} of the scores. It computes "
+        f"{'gradients' if made.backward else 'out and LSE'}."
+    ]
+    for use in made.kernels:
+        lines += _kernel_sentences(made, use)
+    times = made.standard_bytes / max(1, made.memory_bytes)
+    lines.append(
+        f"[bold]Memory.[/bold] Operands and results are {_count(made.memory_bytes, 'B')}; plain "
+        f"attention would move {_count(made.standard_bytes, 'B')}, {times:.0f} times as much."
+    )
+    if made.seconds is not None and made.balance:
+        kind = "arithmetic" if made.intensity > made.balance else "memory"
+        lines.append(
+            f"[bold]Roofline.[/bold] {made.intensity:.0f} FLOP per byte against the device's "
+            f"{made.balance:.0f}: {kind} is the limit. No call can be faster than {_seconds(made.seconds)}, at "
+            f"{_count(made.peak_flops or 0, 'FLOP/s')} and {_count(made.bandwidth or 0, 'B/s')}."
+        )
+    return lines
+
+
+def _kernel_sentences(made: planning.Plan, use: planning.KernelUse) -> list[str]:
+    name, device = f"[bold]{use.name}[/bold] ({use.source})", made.device
+    if use.tile is None:
+        return [f"{name} prepares or finishes: {use.blocks} pieces of work."]
+    tile = f"tiles of {use.tile[0]} queries × {use.tile[1]} keys"
+    if device is None:
+        return [f"{name}: {use.blocks} pieces of work, dealt to all cores, in {tile} that stay in the cache."]
+    lines = [
+        f"{name}: {use.blocks} blocks of {use.threads} threads work on {tile}. A tile of scores lives in "
+        f"registers and is overwritten by the next; whole matrices would be "
+        f"{_count(made.standard_workspace, 'B')}.",
+        f"  shared memory {_bar(use.shared_memory / device.shared_memory_per_block)} of "
+        f"{device.shared_memory_per_block / 1024:g} KiB a block",
+    ]
+    if use.registers is not None and use.blocks_per_sm is not None and use.waves is not None:
+        taken = use.registers * use.threads * use.blocks_per_sm / device.registers_per_sm
+        lines += [
+            f"  registers     {_bar(taken)} of {device.registers_per_sm} an SM, {use.registers} a thread",
+            f"  threads       {_bar(use.occupancy or 0)} of {device.threads_per_sm} an SM",
+            f"  {use.blocks_per_sm} block(s) fit on an SM, limited by {use.limit}; "
+            f"{device.sm_count} SMs take {use.waves:.1f} wave(s).",
+        ]
+    return lines
+
+
+@app.command()
+def precompile(
+    dtypes: Annotated[str, typer.Option(help="comma-separated")] = "float16,bfloat16",
+    head_dims: Annotated[str, typer.Option(help="comma-separated")] = "64,128",
+    backward: Annotated[bool, typer.Option(help="gradients' kernels too")] = True,
+    device: Annotated[
+        str | None, typer.Option(help="a model's name or a CUDA index; default: the GPU here")
+    ] = None,
+) -> None:
+    """Compile kernels into the cache ahead of their first use; works without a GPU for a named one."""
+    where: Any = int(device) if device and device.isdigit() else device
+    try:
+        with _progress() as progress:
+            progress.add_task("compiling", total=None)
+            lines = planning.precompile(
+                dtypes=dtypes.split(","), head_dims=[int(n) for n in head_dims.split(",")], backward=backward,
+                device=where,
+            )  # fmt: skip
+    except (ValueError, TypeError, RuntimeError) as refused:
+        raise _fail(str(refused)) from None
+    for line in lines:
+        console.print(line, highlight=False)
+    console.print(f"{len(lines)} kernels in {info_.cache()}")

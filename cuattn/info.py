@@ -144,10 +144,15 @@ def choices() -> list[tuple[str, str, str]]:
     return rows
 
 
-def facts() -> dict[str, Any]:
-    """Everything that ``cuattn info`` shows, as plain data."""
+def cache() -> str:
+    """The folder in which compiled CUDA kernels are kept."""
     from .jit import cache_folder
 
+    return str(cache_folder())
+
+
+def facts() -> dict[str, Any]:
+    """Everything that ``cuattn info`` shows, as plain data."""
     devices, why = gpus()
     return {
         "backends": {n: {"available": s.available, "reason": s.reason} for n, s in backends().items()},
@@ -156,5 +161,5 @@ def facts() -> dict[str, Any]:
         "no_gpu": why,
         "compiler": compiler(),
         "versions": versions(),
-        "kernel_cache": str(cache_folder()),
+        "kernel_cache": cache(),
     }

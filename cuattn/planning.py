@@ -90,6 +90,7 @@ class Plan:
     memory_bytes: int  # operands and results, each once
     on_chip_bytes: int  # what blocks load from the L2 cache
     workspace_bytes: int
+    standard_flops: float  # plain attention's, which computes what masks hide too
     standard_bytes: int  # what plain attention moves: also four passes over the score matrix
     standard_workspace: int  # the score matrices that it holds
     peak_flops: float | None
@@ -117,7 +118,7 @@ class Plan:
         """The same bound for plain attention."""
         if not self.peak_flops or not self.bandwidth:
             return None
-        return max(self.flops / self.visible / self.peak_flops, self.standard_bytes / self.bandwidth)
+        return max(self.standard_flops / self.peak_flops, self.standard_bytes / self.bandwidth)
 
 
 # ---- from arguments to a spec ----
@@ -322,6 +323,7 @@ def describe(
         kernels=tuple(uses), visible=visible, flops=flops, memory_bytes=moved,
         on_chip_bytes=_on_chip(spec, tuple(uses), visible, backward),
         workspace_bytes=_size(program.workspace),
+        standard_flops=2.0 * whole * heads * (2 if backward else 1) * (d + dv),
         standard_bytes=moved + (7 if backward else 4) * matrix,
         standard_workspace=(3 if backward else 2) * matrix, peak_flops=peak, bandwidth=bandwidth,
     )  # fmt: skip

@@ -117,3 +117,44 @@ def test_python_m_cuattn_works() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("bench", "verify", "info", "plan", "precompile"):
         assert command in done.stdout
+
+
+@pytest.mark.parametrize("device", ["T4", "A100", "RTX4090", "H200"])
+@pytest.mark.parametrize("way", [(), ("--backward",)])
+def test_plan_needs_no_gpu(device: str, way: tuple[str, ...]) -> None:
+    made = json.loads(invoke("plan", "--device", device, "--no-compiled", "--causal", "--json", *way))
+    assert made["kernels"]
+    assert made["flops"] == pytest.approx(2 * 16 * 4096 * 4097 / 2 * 128 * (5 if way else 2))
+    tiled = [kernel for kernel in made["kernels"] if kernel["tile"]]
+    assert all(0 < kernel["shared_memory"] < 232449 for kernel in tiled)
+
+
+def test_plan_explains_in_words() -> None:
+    text = invoke("plan", "--device", "cpu", "--dtype", "float32", "--explain")
+    assert "tiles of" in text
+    text = invoke("plan", "--device", "H200", "--no-compiled", "--window", "1024,0", "--explain")
+    assert "Roofline" in text
+    assert "█" in text
+
+
+def test_plan_knows_registers_where_there_is_a_compiler() -> None:
+    pytest.importorskip("cupy")
+    made = json.loads(invoke("plan", "--device", "A100", "--head-dim", "64", "--json"))
+    (kernel,) = made["kernels"]
+    assert 0 < kernel["registers"] <= 255
+    assert kernel["blocks_per_sm"] >= 1
+
+
+def test_plan_refuses_what_a_call_would_refuse() -> None:
+    assert "heads" in invoke("plan", "--device", "A100", "--heads", "6", "--heads-kv", "4", code=2)
+    assert "device" in invoke("plan", "--device", "A1000", code=2)
+
+
+def test_precompile_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+    text = invoke(
+        "precompile", "--device", "A100", "--dtypes", "float16", "--head-dims", "64", "--no-backward"
+    )
+    assert "registers" in text
+    assert any(tmp_path.iterdir())
