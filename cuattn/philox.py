@@ -30,11 +30,18 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(
-    seed: int, p: float, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, *, first_batch: int = 0
+    seed: int,
+    p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    *,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> NDArray[np.bool_]:
     """The kept weights, (batch, heads, seqlen_q, seqlen_kv), of a dropout of rate p.
 
-    ``first_batch`` is the index of the first of the ``batch`` entries.
+    ``first``: the batch, head, row and column (a multiple of 32) at which this part of a whole begins.
 
     Columns 32 g + 8 t + 2 j + h of a row share the call with counter (4 g + j, row, head, batch); word t
     of it holds h = 0 in its low 16 bits and h = 1 in its high ones.
@@ -42,7 +49,8 @@ def keep_mask(
     groups = -(-seqlen_kv // 32)
     counts = (batch, heads, seqlen_q, 4 * groups)
     b, h, row, call = np.meshgrid(*(np.arange(n, dtype=np.uint32) for n in counts), indexing="ij")
-    b += np.uint32(first_batch)
+    b, h, row = (x + np.uint32(n) for x, n in zip((b, h, row), first, strict=False))
+    call = call + np.uint32(first[3] // 32 * 4)
     seed &= (1 << 64) - 1
     words = philox4x32(np.stack([call, row, h, b], axis=-1), (seed & 0xFFFFFFFF, seed >> 32))
     draws = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)  # b h row (g j) t half

@@ -71,7 +71,7 @@ class AttentionSpec:
     window_right: int  # keys seen after it; causal is 0; -1: open
     softcap: float
     q_offset: int | str  # a value, "array" (operand "q_offset"), or "bottom_right" (kv length - q length, per entry)
-    dropout_p: float  # above 0 the seed is the operand "dropout_seed" (int64, one element)
+    dropout_p: float  # above 0 there is the operand "dropout_seed": int64 (seed, batch, head, row, column), see philox.cuh
     deterministic: bool
     precision: str
     layout: str  # "bshd", "bhsd", or "thd" for packed sequences

@@ -149,7 +149,7 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
           const float weight = seen ? exp2_fast(fmaf(x, unit, -lse2)) : 0.f;
           float dweight = dp.x[m][n][2 * r + j];
 #if DROPOUT
-          if (offset % 32 == 0) words = dropout_words(scores.seed, scores.entry.batch, scores.head, i, key + offset);
+          if (offset % 32 == 0) words = dropout_words(scores.dropout, i, key + offset);
           const bool keep = dropout_draw(words, key + offset) < (u32)p.dropout_threshold;
           dweight = keep ? dweight * (float)p.dropout_scale : 0.f;
           s.x[m][n][2 * r + j] = keep ? weight : 0.f;

@@ -101,7 +101,7 @@ struct Scores {
   const u8* mask;
   const int* q_segments;
   const int* kv_segments;
-  u64 seed;
+  DropoutKey dropout;
 };
 
 DEVICE Scores load_scores(const Params& p, const Entry& entry, int head) {
@@ -118,7 +118,7 @@ DEVICE Scores load_scores(const Params& p, const Entry& entry, int head) {
   s.mask = MASK ? p.mask + entry.batch * p.mask_stride_b + head * p.mask_stride_h : nullptr;
   s.q_segments = SEGMENTS ? p.q_segment_ids + entry.batch * p.seqlen_q : nullptr;
   s.kv_segments = SEGMENTS ? p.kv_segment_ids + entry.batch * p.seqlen_kv : nullptr;
-  s.seed = !DROPOUT ? 0 : p.dropout_seed ? (u64)*p.dropout_seed : (u64)p.dropout_seed_value;
+  if (DROPOUT) s.dropout = dropout_key(p, entry.batch, head);
   return s;
 }
 

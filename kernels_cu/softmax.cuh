@@ -144,7 +144,7 @@ DEVICE void apply_dropout(Acc<M, N>& weights, const Params& p, const Scores& s, 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Philox4 words =
-          dropout_words(s.seed, s.entry.batch, s.head, row + 16 * m + 8 * r, column + 2 * (lane & 3));
+          dropout_words(s.dropout, row + 16 * m + 8 * r, column + 2 * (lane & 3));
 #pragma unroll
       for (int t = 0; t < 4; t++)
 #pragma unroll

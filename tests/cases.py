@@ -212,7 +212,7 @@ def spec_of(arrays: Mapping[str, Any], options: Mapping[str, Any], layout: str) 
     signatures = {name: adapter.signature(x) for name, x in arrays.items()}
     options = dict(options)
     if options.pop("dropout_seed", None) is not None:
-        signatures["dropout_seed"] = Signature("int64", (1,), (1,))
+        signatures["dropout_seed"] = Signature("int64", (5,), (1,))
     return bind(signatures, layout=layout, **options)
 
 
@@ -232,7 +232,7 @@ def tolerance(plain: Any, oracle: Any, dtype: str) -> float:
         return 0.0
     largest = float(np.abs(oracle[finite]).max())
     eps = float(ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps) * (1 if NUMPY_DTYPES[dtype].itemsize == 2 else 2)
-    return 2.0 * float(np.abs(np.asarray(plain, np.float64)[finite] - oracle[finite]).max()) + eps * (largest + 1e-3)
+    return 2.0 * float(np.abs(np.asarray(plain, np.float64)[finite] - oracle[finite]).max()) + eps * (largest + 1e-2)
 
 
 def judge(name: str, got: Any, oracle: Any, plain: Any, dtype: str) -> None:
@@ -267,4 +267,4 @@ def check_backward(problem: Problem, found: Mapping[str, Any], *, dlse: bool = T
     oracle = reference.gradients(spec, problem.oracle_arrays, *incoming, wants)
     plain = reference.gradients(spec, problem.oracle_arrays, *incoming, wants, arithmetic)
     for name, got in found.items():
-        judge(f"d{name}", got, oracle[name], plain[name], spec.gradient_dtype(name))
+        judge(f"d{name}", got, oracle[name], plain[name], spec.dtype)

@@ -25,8 +25,8 @@ def test_philox4x32_7_vectors() -> None:
 
 def test_a_mask_is_part_of_a_larger_one() -> None:
     whole = philox.keep_mask(7, 0.4, 3, 4, 50, 100)
-    part = philox.keep_mask(7, 0.4, 1, 2, 30, 70, first_batch=2)
-    np.testing.assert_array_equal(part[0], whole[2, :2, :30, :70])
+    part = philox.keep_mask(7, 0.4, 1, 2, 30, 36, first=(2, 1, 20, 64))
+    np.testing.assert_array_equal(part[0], whole[2, 1:3, 20:, 64:])
 
 
 def test_the_mapping_of_a_draw() -> None:

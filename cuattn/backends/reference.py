@@ -94,6 +94,12 @@ def _scale(spec: AttentionSpec, arrays: Mapping[str, Array]) -> float:
     return float(np.asarray(arrays["softmax_scale"], np.float64).reshape(()))
 
 
+def _dropout_key(given: Any) -> list[int]:
+    """Seed, and the first batch, head, row and column of this part of a whole."""
+    found = np.asarray(given).reshape(-1).tolist()
+    return found if len(found) == 5 else [found[0], 0, 0, 0, 0]
+
+
 def _hidden(spec: AttentionSpec, arrays: Mapping[str, Array], head: tuple[int, int], distance: Array) -> Array:
     """Which scores the window, the mask and the segments hide; ``distance`` is key - diagonal."""
     b, h = head
@@ -115,13 +121,14 @@ def _heads(spec: AttentionSpec, arrays: Mapping[str, Array], rnd: Arithmetic) ->
     """The scores of each head, in the contract's order: scale, softcap, bias, ALiBi, masks."""
     q, k = (_to_bhsd(spec, np.asarray(arrays[n], rnd.dtype)) for n in "qk")
     scale = _scale(spec, arrays)
-    seed = int(np.asarray(arrays["dropout_seed"]).reshape(())) if spec.dropout_p else 0
+    seed, *first = _dropout_key(arrays["dropout_seed"]) if spec.dropout_p else (0,)
     for b in range(spec.batch):
         rows, columns = _lengths(spec, arrays, b)
         q_len, kv_len = rows.stop - rows.start, columns.stop - columns.start
         keep: Array | float = 1.0
         if spec.dropout_p:
-            kept = philox.keep_mask(seed, spec.dropout_p, 1, spec.heads_q, q_len, kv_len, first_batch=b)
+            where = (first[0] + b, *first[1:])
+            kept = philox.keep_mask(seed, spec.dropout_p, 1, spec.heads_q, q_len, kv_len, first=where)
             keep = kept[0] / (1.0 - spec.dropout_p)
         offset = _offset(spec, arrays, b, q_len, kv_len)
         distance = np.arange(kv_len)[None, :] - (np.arange(q_len)[:, None] + offset)
