@@ -71,8 +71,7 @@ def flash_attention(
 
     Algorithm: Dao, "FlashAttention-2: Faster attention with better parallelism and work partitioning", 2023.
     """
-    named, options = _gather(locals())
-    return _forward(named, options, backend, return_lse)
+    return _forward(locals())
 
 
 def flash_attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Pullback]:
@@ -83,8 +82,7 @@ def flash_attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Pu
     and returns ``Gradients(dq, dk, dv, dbias, dsinks)``, None where the input was not given. ``wants`` names
     those to compute ("q", "k", "v", "bias", "sinks"); work for the others is not done.
     """
-    named, options, backend, return_lse = _defaults(flash_attention, q, k, v, options)
-    return _vjp(named, options, backend, return_lse)
+    return _vjp(_defaults(flash_attention, q, k, v, options))
 
 
 def flash_attention_varlen(
@@ -120,21 +118,19 @@ def flash_attention_varlen(
 
     Returns out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
-    named, options = _gather(locals())
-    return _forward(named, options, backend, return_lse)
+    return _forward(locals())
 
 
 def flash_attention_varlen_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Pullback]:
     """``flash_attention_varlen`` and its pullback; see ``flash_attention_vjp``."""
-    named, options, backend, return_lse = _defaults(flash_attention_varlen, q, k, v, options)
-    return _vjp(named, options, backend, return_lse)
+    return _vjp(_defaults(flash_attention_varlen, q, k, v, options))
 
 
 _ARRAYS = (
     "q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "q_segment_ids", "kv_segment_ids",
     "q_seqlens", "kv_seqlens", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed",
 )  # fmt: skip
-_NOT_OPTIONS = (*_ARRAYS, "q_offset", "return_lse", "backend")
+_NOT_OPTIONS = frozenset((*_ARRAYS, "q_offset", "return_lse", "backend"))
 
 
 def _gather(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,10 +154,8 @@ def _gather(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return named, options
 
 
-def _defaults(
-    function: Callable[..., Any], q: Any, k: Any, v: Any, given: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], str | None, bool]:
-    """The arguments of ``function`` with its defaults filled in, gathered."""
+def _defaults(function: Callable[..., Any], q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``function`` with its defaults filled in."""
     defaults = function.__kwdefaults__ or {}
     names = function.__code__.co_varnames[3 : 3 + function.__code__.co_kwonlyargcount]
     unknown = set(given) - set(names)
@@ -169,30 +163,38 @@ def _defaults(
     if unknown or missing:
         problem = f"unexpected keyword argument {sorted(unknown)[0]!r}" if unknown else f"missing {missing[0]!r}"
         raise TypeError(f"{function.__name__}_vjp() {problem}")
-    arguments = {"q": q, "k": k, "v": v, **defaults, **given}
-    named, options = _gather(arguments)
-    return named, options, arguments["backend"], arguments["return_lse"]
+    return {"q": q, "k": k, "v": v, **{name: defaults.get(name) for name in names}, **given}
+
+
+def _make(arguments: dict[str, Any]) -> call.Call | tuple[dict[str, Any], dict[str, Any]]:
+    """The call of NumPy or CuPy arrays; (arrays, options) of JAX ones."""
+    made = call.repeat(arguments)
+    if made is None:
+        named, options = _gather(arguments)
+        if any(map(arrays.is_jax, named.values())):
+            return named, {**options, "backend": arguments["backend"]}
+        made = call.make(named, options, arguments["backend"])
+        call.remember(arguments, made)
+    return made
 
 
 def _jax() -> Any:
     return import_module(".interop.jax", __package__)
 
 
-def _forward(named: dict[str, Any], options: dict[str, Any], backend: str | None, return_lse: bool) -> Any:
-    if any(map(arrays.is_jax, named.values())):
-        out, lse = _jax().flash_attention(named, {**options, "backend": backend})
-        return (out, lse) if return_lse else out
-    made = call.make(named, options, backend)
+def _forward(arguments: dict[str, Any]) -> Any:
+    made = _make(arguments)
+    if isinstance(made, tuple):
+        out, lse = _jax().flash_attention(*made)
+        return (out, lse) if arguments["return_lse"] else out
     out, lse = made.forward()
-    return (made.give_back(out), made.give_back(lse)) if return_lse else made.give_back(out)
+    return (made.give_back(out), made.give_back(lse)) if arguments["return_lse"] else made.give_back(out)
 
 
-def _vjp(
-    named: dict[str, Any], options: dict[str, Any], backend: str | None, return_lse: bool
-) -> tuple[Any, Pullback]:
-    if any(map(arrays.is_jax, named.values())):
-        return _jax().flash_attention_vjp(named, {**options, "backend": backend}, return_lse)  # type: ignore[no-any-return]
-    made = call.make(named, options, backend)
+def _vjp(arguments: dict[str, Any]) -> tuple[Any, Pullback]:
+    made, return_lse = _make(arguments), arguments["return_lse"]
+    if isinstance(made, tuple):
+        return _jax().flash_attention_vjp(*made, return_lse)  # type: ignore[no-any-return]
     out, lse = made.forward()
     given = call.wanted(made)
 

@@ -122,12 +122,15 @@ def _operand(name: str, x: Any) -> Any:
 
 
 def _seed(x: Any) -> Any:
-    """The seed's 64 bits as two words, low first: JAX may lack int64."""
+    """(seed, batch, head, row, column) of dropout, each as two words, low first: JAX may lack int64.
+
+    All but the seed are 0: the call is whole. A shard sets them (``jax_sharding.py``, ``jax_parallel.py``).
+    """
     if hasattr(x, "__index__") and not isinstance(x, jax.Array):
         seed = int(x)
         if not -(1 << 63) <= seed < 1 << 64:
             raise argument_error("dropout_seed", str(seed), "an int of 64 bits")
-        return jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32))
+        return jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *[0] * 8], np.uint32))
     x = _array("dropout_seed", x)
     if x.size != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
         raise argument_error("dropout_seed", f"{x.dtype.name}{x.shape}", _SEED_TAKES, kind=TypeError)
@@ -136,7 +139,7 @@ def _seed(x: Any) -> Any:
         words = [x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF]
     else:
         words = [x, x >> 31 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.zeros_like(x)]
-    return jnp.stack([w.astype(jnp.uint32) for w in words])
+    return jnp.pad(jnp.stack([w.astype(jnp.uint32) for w in words]), (0, 8))
 
 
 def dot_product_attention(

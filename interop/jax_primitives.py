@@ -57,8 +57,8 @@ def _spec(
         strides = row_major(shape)
         itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
         signatures[name] = Signature(dtype, shape, strides, alignment(0, strides, itemsize))
-    if "dropout_seed" in signatures:  # two 32-bit words: JAX may lack int64
-        signatures["dropout_seed"] = Signature("int64", (1,), (1,))
+    if "dropout_seed" in signatures:  # pairs of 32-bit words: JAX may lack int64
+        signatures["dropout_seed"] = Signature("int64", (5,), (1,))
     return bind(signatures, **dict(options))
 
 

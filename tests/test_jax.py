@@ -30,7 +30,7 @@ def plain(
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     q_len = jnp.full(batch, seqlen_q) if q_seqlens is None else q_seqlens
@@ -59,7 +59,7 @@ def plain(
         lse = jnp.logaddexp(lse, sinks[None, :, None])
     weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
     live = jnp.broadcast_to(live, lse.shape)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), jnp.where(live, lse, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision="highest"), jnp.where(live, lse, -jnp.inf)
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,13 @@ import jax.numpy as jnp  # noqa: E402
 from cuattn.interop.jax import attention_fn, dot_product_attention  # noqa: E402
 
 theirs = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """JAX's own float32 products are rounded to TF32 on a GPU unless told not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:

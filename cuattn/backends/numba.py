@@ -287,7 +287,7 @@ class Prepared:
         for name, shape, dtype in self._workspace:
             held[name] = np.empty(shape, dtype)
         if "dropout_seed" in arrays and not isinstance(arrays["dropout_seed"], np.ndarray):
-            held["dropout_seed"] = np.array([arrays["dropout_seed"]], np.int64)
+            held["dropout_seed"] = np.array([arrays["dropout_seed"], 0, 0, 0, 0], np.int64)
         for name in self._memsets:
             held[name].fill(0)
         addresses = {name: x.__array_interface__["data"][0] for name, x in held.items() if x is not None}
