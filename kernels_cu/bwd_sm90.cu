@@ -263,9 +263,19 @@ __device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thre
 
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const int steps = (int)(p.heads_q / p.heads_kv) * w.blocks();
+  const int group = (int)(p.heads_q / p.heads_kv), steps = group * w.blocks();
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
-  const float scale_log2 = softmax_scale * 1.4426950408889634f;
+  const float scale_log2 = softmax_scale * (float)LOG2E;
+#if TRANSFORM
+  const float unit = 1.f, cap_in = SOFTCAP ? softmax_scale / (float)p.softcap : 0.f;
+  const float cap_log2 = (float)(p.softcap * LOG2E), cap_out = 1.f / cap_log2;
+  const int offset = w.seen.entry.offset + w.seen.row_begin - w.seen.key_begin + 2 * (lane & 3);
+#if ALIBI
+  const float* slopes = (const float*)p.alibi_slopes + w.seen.entry.batch * p.alibi_slopes_stride_b;
+#endif
+#else
+  const float unit = scale_log2;
+#endif
   float dk[D / 2], dv[DV / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
@@ -332,6 +342,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 
   Ring rq{0, 0}, rdo{0, 0};
   int m = w.m_first, left = steps;
+  [[maybe_unused]] int head = 0;  // in the group
   auto step = [&](int ds_buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
     const int q_stage = rq.stage, next_m = w.after(m);
@@ -347,6 +358,21 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       wgmma_wait<1>();
       touch(s);
     }
+#if TRANSFORM
+    // Scores in base 2 before the masks; the softcap's slope is found again from the weight, which costs no register.
+    const float far = (float)(m * BLOCK_M - key0 - row + offset);
+    auto distance = [&](int i) INLINE { return fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2))); };
+#if ALIBI
+    const float slope = slopes[w.head_kv * group + head] * (float)LOG2E;
+#else
+    const float slope = 0.f;
+#endif
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i++) {
+      s[i] = SOFTCAP ? tanh_score(s[i] * cap_in) * cap_log2 : s[i] * scale_log2;
+      if (ALIBI) s[i] -= slope * distance(i);
+    }
+#endif
     if (m < clean_begin || m >= clean_end) {
       const int shift = m * BLOCK_M;
 #pragma unroll
@@ -365,10 +391,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       for (int i = 0; i < BLOCK_M / 2; i += 4) {
         if (i < from || i >= to) continue;
         const float2 l = shared_load_f2(lse_at + i * 8);
-        s[i] = exp2_approx(s[i] * scale_log2 - l.x);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - l.y);
-        s[i + 2] = exp2_approx(s[i + 2] * scale_log2 - l.x);
-        s[i + 3] = exp2_approx(s[i + 3] * scale_log2 - l.y);
+        s[i] = exp2_approx(s[i] * unit - l.x);
+        s[i + 1] = exp2_approx(s[i + 1] * unit - l.y);
+        s[i + 2] = exp2_approx(s[i + 2] * unit - l.x);
+        s[i + 3] = exp2_approx(s[i + 3] * unit - l.y);
       }
     };
     constexpr int EARLY = BLOCK_M / 8 * POLL_AT;  // exponentials before the poll
@@ -391,6 +417,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       float2 d = shared_load_f2(delta_at + i * 8);
       pp[i / 2] = pack_half2(s[i], s[i + 1]);
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
+#if SOFTCAP
+      const float2 l = shared_load_f2(lse_at + i * 8);
+#pragma unroll
+      for (int x = i; x < i + 4; x++) {  // tanh = (log2 weight + LSE + ALiBi) / cap
+        const float t = (log2_approx(s[x]) + (x & 1 ? l.y : l.x) + (ALIBI ? slope * distance(x) : 0.f)) * cap_out;
+        s[x] *= fmaxf(1.f - t * t, 0.f);  // a weight of 0: t is infinite
+      }
+#endif
       ds[i / 2] = pack_half2(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
       ds[i / 2 + 1] = pack_half2(s[i + 2] * (dp[i + 2] - d.x), s[i + 3] * (dp[i + 3] - d.y));
     }
@@ -477,6 +511,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
     }
     m = next_m;
+    if (ALIBI && m == w.m_first) head++;
     left--;
   };
 

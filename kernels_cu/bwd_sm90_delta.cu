@@ -1,6 +1,6 @@
 // Before bwd_sm90.cu: delta = rowsum(dout * out) - dlse and LSE in base 2 of the visible rows, both padded to whole query blocks so
 // that a padded or empty row has weight exp2(s - inf) = 0; dQ's float32 sums and the turns set to zero. One CTA for each query
-// block of a head.
+// block of a head. And the sinks' gradient out of delta and LSE, in a fixed order.
 #include "bwd_sm90.cuh"
 
 #define THREADS 256
@@ -59,4 +59,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_de
       ((float*)p.scratch)[to] = lse;
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_dsinks(const __grid_constant__ Params p) {
+  __shared__ float parts[THREADS];
+  const int head = blockIdx.x;
+  const float sink = ((const float*)p.sinks)[head] * (float)LOG2E;
+  float sum = 0.f;
+  for (int batch = 0; batch < p.batch; batch++) {
+    const Visible v = load_visible(p, batch);
+    const i64 at = first_sum(p, v, head);
+    for (int row = threadIdx.x; row < v.rows; row += THREADS)
+      sum -= exp2_approx(sink - ((const float*)p.scratch)[at + row]) * ((const float*)p.delta)[at + row];
+  }
+  parts[threadIdx.x] = sum;
+  __syncthreads();
+#pragma unroll
+  for (int i = THREADS / 2; i > 0; i /= 2) {
+    if (threadIdx.x < i) parts[threadIdx.x] += parts[threadIdx.x + i];
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) ((float*)p.dsinks)[head] = parts[0];
 }

@@ -1,6 +1,7 @@
 """Hopper's backward pass as a ``Program``: row sums, the fused wgmma kernel, conversion of dQ.
 
-Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. ``kernels_cu/bwd_sm90*.cu`` are the kernels.
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are
+``kernels_cu/bwd_sm90*.cu``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from ..spec import AttentionSpec, Operand
+from . import common
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -30,8 +32,17 @@ class Tile:
     prefetch: int
 
 
-# 64 rows at D 128: dK, dV, the next S^T and dQ^T fill 240 registers. 128 rows at D 64: N = 128 feeds the tensor cores.
-TILES = {64: Tile(128, 2, 2, 1), 128: Tile(64, 3, 2, 1)}
+# 80 rows at D 128 feed the tensor cores better than 64 (less shared memory a product) and fit the registers;
+# 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows.
+TILES = {64: Tile(128, 2, 2, 0), 128: Tile(80, 2, 2, 0)}
+TRANSFORMED = Tile(64, 2, 2, 0)
+
+
+def tile_of(spec: AttentionSpec) -> Tile:
+    """The main kernel's tile."""
+    if spec.softcap > 0 or spec.alibi_slopes is not None:
+        return TRANSFORMED
+    return TILES[compiled_dim(spec.head_dim)]
 
 
 def compiled_dim(dim: int) -> int:
@@ -66,10 +77,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
     features = {
         "bias": spec.bias,
         "mask": spec.mask,
-        "alibi_slopes": spec.alibi_slopes,
-        "sinks": spec.sinks,
         "segments": spec.segments,
-        "softcap": spec.softcap,
         "dropout_p": spec.dropout_p,
     }
     for name, used in features.items():
@@ -79,7 +87,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """First and end query row that see a key, first and end key that is seen; both ranges empty if there is none.
+    """First and end query row that see a key, first and end key that is seen; all 0 if there is none.
 
     Whole lengths where they vary between entries: the kernels then look themselves.
     """
@@ -96,6 +104,11 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     if row_begin >= row_end or key_begin >= key_end:
         return 0, 0, 0, 0
     return row_begin, row_end, key_begin, key_end
+
+
+def _windowed(spec: AttentionSpec) -> bool:
+    """Whether key blocks differ in work: they are then scheduled heaviest first, heads interleaved."""
+    return common.hides_left(spec) or common.hides_right(spec)
 
 
 def _blocks(size: int, total: int, seen: int, variable: bool) -> int:
@@ -134,10 +147,10 @@ def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
-    """The backward program: inputs q, k, v, out, lse, dout and what the spec has; outputs dq, dk, dv as wanted."""
+    """The backward program: q, k, v, out, lse, dout and what the spec has in; dq, dk, dv, dsinks as wanted out."""
     assert refuses(spec, device) is None
     dim, dim_v = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
-    tile = TILES[dim]
+    tile = tile_of(spec)
     sum_heads, sum_rows = sums_shape(spec, tile.block_m)
     gradients = [Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in ("q", "k", "v")]
     outputs = tuple(g for g in gradients if g.name[1:] in wants)
@@ -149,14 +162,17 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
     ]
     if spec.deterministic:
         workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
+    if "sinks" in wants:
+        outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
-    inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands)
-    steps = _launches(spec, device, dim, dim_v, tile, operands)
+    sinks = ("sinks",) if "sinks" in wants else ()
+    inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *sinks)
+    steps = _launches(spec, device, dim, dim_v, tile, operands, bool(sinks))
     return Program(inputs=inputs, outputs=outputs, workspace=tuple(workspace), steps=steps)
 
 
 def sums_shape(spec: AttentionSpec, block_m: int) -> tuple[int, int]:
-    """(heads, rows) of delta, LSE and the dQ sums: rows are whole query blocks, packed sequences begin on one."""
+    """(heads, rows) of delta, LSE and dQ sums: whole query blocks; packed sequences begin on one."""
     if spec.varlen:
         return spec.heads_q, (spec.total_q // block_m + spec.batch) * block_m
     row_begin, row_end, _, _ = visible(spec)
@@ -167,6 +183,7 @@ def _operands(spec: AttentionSpec) -> tuple[str, ...]:
     """Small operands that say who sees whom, and the scale."""
     names = {
         "softmax_scale": spec.softmax_scale is None,
+        "alibi_slopes": spec.alibi_slopes is not None,
         "q_seqlens": spec.q_seqlens,
         "kv_seqlens": spec.kv_seqlens,
         "q_offset": spec.q_offset == "array",
@@ -203,23 +220,31 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
         "q_offset_mode": params.OFFSET_VALUE if fixed else modes[str(spec.q_offset)],
         "q_offset_value": int(spec.q_offset) if fixed else 0,
         "softmax_scale_value": spec.softmax_scale or 0.0,
+        "softcap": spec.softcap,
+        "alibi_slopes_stride_b": spec.alibi_slopes.strides[0] if spec.alibi_slopes is not None else 0,
         "aux0": sums_shape(spec, tile.block_m)[1],
         "aux1": query_blocks,
         "aux2": key_blocks,
         "aux3": sections,
-        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if spec.masked else 1),
+        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if _windowed(spec) else 1),
         "aux5": spec.total_q,
         "aux6": spec.total_kv,
     }
 
 
 def turn_group(device: Device, together: int) -> int:
-    """Key blocks of a head that take turns with each other (deterministic): all of them must be resident at once."""
+    """Key blocks of a head that take turns with each other (deterministic): all resident at once."""
     return max(1, min(64, device.sm_count // together))
 
 
 def _launches(
-    spec: AttentionSpec, device: Device, dim: int, dim_v: int, tile: Tile, operands: tuple[str, ...]
+    spec: AttentionSpec,
+    device: Device,
+    dim: int,
+    dim_v: int,
+    tile: Tile,
+    operands: tuple[str, ...],
+    sinks: bool,
 ) -> tuple[Launch, ...]:
     out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
@@ -233,14 +258,19 @@ def _launches(
         ("HEAD_DIM", dim),
         ("HEAD_DIM_V", dim_v),
         ("BLOCK_M", tile.block_m),
-        ("HAS_LEFT", int(spec.window_left >= 0)),
-        ("HAS_RIGHT", int(spec.window_right >= 0)),
+        ("HAS_LEFT", int(common.hides_left(spec))),
+        ("HAS_RIGHT", int(common.hides_right(spec))),
         ("VARIABLE", int(spec.variable)),
         ("VARLEN", int(spec.varlen)),
         ("DETERMINISTIC", int(spec.deterministic)),
+        ("SOFTCAP", int(spec.softcap > 0)),
+        ("ALIBI", int(spec.alibi_slopes is not None)),
     )
     pipeline = (("STAGES", tile.stages), ("STAGES_DO", tile.stages_do), ("PREFETCH", tile.prefetch))
-    common = [(x, x) for x in ("dq_accum", *operands)] + ([("semaphore", "turns")] if spec.deterministic else [])
+    shared = [(x, x) for x in ("dq_accum", *operands)]
+    if spec.deterministic:
+        shared.append(("semaphore", "turns"))
+    read = ("out", "dout", "lse", "dlse") if spec.dlse else ("out", "dout", "lse")
     rows = [("delta", "delta"), ("scratch", "lse_log2")]
     query_grid = (spec.batch * spec.heads_q * int(words["aux1"]), 1, 1)
     prepare = Launch(
@@ -249,7 +279,7 @@ def _launches(
         block=256,
         shared_memory=0,
         block_words=block_words,
-        pointers=(*((x, x) for x in ("out", "dout", "lse", *(("dlse",) if spec.dlse else ()))), *rows, *common),
+        pointers=(*((x, x) for x in read), *rows, *shared),
     )
     main = Launch(
         kernel=Kernel("bwd_sm90", "attention_backward_sm90", defines + pipeline),
@@ -257,7 +287,7 @@ def _launches(
         block=THREADS,
         shared_memory=shared_memory(dim, dim_v, tile),
         block_words=block_words,
-        pointers=(("dk", "dk"), ("dv", "dv"), *rows, *common),
+        pointers=(("dk", "dk"), ("dv", "dv"), *rows, *shared),
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
             tensor_map("k", spec.k, key_begin, key_end, BLOCK_N),
@@ -271,6 +301,16 @@ def _launches(
         block=256,
         shared_memory=0,
         block_words=block_words,
-        pointers=(("dq", "dq"), *common),
+        pointers=(("dq", "dq"), *shared),
     )
-    return prepare, main, convert
+    if not sinks:
+        return prepare, main, convert
+    dsinks = Launch(
+        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_dsinks", defines),
+        grid=(spec.heads_q, 1, 1),
+        block=256,
+        shared_memory=0,
+        block_words=block_words,
+        pointers=(("sinks", "sinks"), ("dsinks", "dsinks"), *rows, *shared),
+    )
+    return prepare, main, convert, dsinks
