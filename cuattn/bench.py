@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .api import flash_attention, flash_attention_vjp
+from .api import flash_attention_vjp
 
 Array = Any  # of NumPy or CuPy
+T = TypeVar("T")
 
 STEP_SECONDS = 12.0  # standard attention stops before the length at which one call would take longer
 SAMPLE_SECONDS = 0.5  # repeated calls stop after this long
@@ -181,27 +182,27 @@ def _errors(setup: Setup, got: dict[str, Array], want: dict[str, Array]) -> dict
 # Clocks and counters
 
 
-def _timed(xp: ModuleType, call: Callable[[], Any]) -> float:
-    """Seconds for one call, the device drained before and after."""
+def _timed(xp: ModuleType, call: Callable[[], T]) -> tuple[T, float]:
+    """A call's result and its seconds; on a GPU by events on the current stream."""
     if xp is np:
         start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        result = call()
+        return result, time.perf_counter() - start
     begin, end = xp.cuda.Event(), xp.cuda.Event()
     begin.record()
-    call()
+    result = call()
     end.record()
     end.synchronize()
-    return float(xp.cuda.get_elapsed_time(begin, end)) / 1e3
+    return result, float(xp.cuda.get_elapsed_time(begin, end)) / 1e3
 
 
 def measure(xp: ModuleType, call: Callable[[], Any], first: float) -> float:
-    """Median seconds over calls until SAMPLE_SECONDS have gone; a call that took longer counts as it is."""
+    """Median seconds over calls until SAMPLE_SECONDS have gone; a longer first call counts as it is."""
     if first > SAMPLE_SECONDS:
         return first
     times: list[float] = []
     while len(times) < 3 or (sum(times) < SAMPLE_SECONDS and len(times) < 100):
-        times.append(_timed(xp, call))
+        times.append(_timed(xp, call)[1])
     return statistics.median(times)
 
 
@@ -216,8 +217,8 @@ def _resident(name: str) -> int | None:
     return None
 
 
-def peak_memory(xp: ModuleType, call: Callable[[], Any]) -> int:
-    """Bytes that a call holds at its peak above what is held before it.
+def peak_memory(xp: ModuleType, call: Callable[[], T]) -> tuple[int, T]:
+    """Bytes that a call holds at its peak above what is held before it, and its result.
 
     CuPy: what a memory pool of its own had to take from the device. NumPy: the larger of tracemalloc's peak
     (arrays made in Python) and, on Linux, the growth of the resident set (also what compiled code takes).
@@ -226,9 +227,9 @@ def peak_memory(xp: ModuleType, call: Callable[[], Any]) -> int:
     if xp is not np:
         pool = xp.cuda.MemoryPool()
         with xp.cuda.using_allocator(pool.malloc):
-            call()
+            result = call()
             xp.cuda.Device().synchronize()
-        return int(pool.total_bytes())
+        return int(pool.total_bytes()), result
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present
         before = _resident("VmRSS")
@@ -236,12 +237,14 @@ def peak_memory(xp: ModuleType, call: Callable[[], Any]) -> int:
         before = None
     tracemalloc.start()
     try:
-        call()
+        result = call()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     after = _resident("VmHWM") if before is not None else None
-    return max(peak, after - before) if before is not None and after is not None else peak
+    if before is not None and after is not None:
+        peak = max(peak, after - before)
+    return peak, result
 
 
 def available_memory(xp: ModuleType) -> int:
@@ -288,55 +291,56 @@ def make_inputs(xp: ModuleType, setup: Setup, length: int) -> tuple[Array, Array
     return draw(setup.heads), draw(setup.heads_kv), draw(setup.heads_kv), draw(setup.heads)
 
 
-def _sample_ours(xp: ModuleType, setup: Setup, inputs: tuple[Array, ...], backend: str | None) -> Sample:
+Forward = Callable[[], tuple[Array, Any]]  # out, and what the backward wants
+Backward = Callable[[Any], tuple[Array, Array, Array]]
+
+
+def _ours(inputs: tuple[Array, ...], setup: Setup, backend: str | None) -> tuple[Forward, Backward]:
     q, k, v, dout = inputs
 
-    def forward() -> Array:
-        return flash_attention(q, k, v, causal=setup.causal, backend=backend)
+    def forward() -> tuple[Array, Any]:
+        return flash_attention_vjp(q, k, v, causal=setup.causal, backend=backend)
 
-    def whole() -> tuple[Array, Any, Any]:
-        out, pull = flash_attention_vjp(q, k, v, causal=setup.causal, backend=backend)
-        return out, pull, pull(dout) if setup.backward else None
+    def backward(pullback: Any) -> tuple[Array, Array, Array]:
+        dq, dk, dv, _, _ = pullback(dout)
+        return dq, dk, dv
 
-    out, pullback, gradients = whole()
-    got = {"out": out}
-    if gradients is not None:
-        got |= {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
-    seconds = measure(xp, forward, _timed(xp, forward))
-    back = None
-    if setup.backward:
-
-        def backward() -> Any:
-            return pullback(dout)
-
-        back = measure(xp, backward, _timed(xp, backward))
-    sample = Sample(seconds, back, peak_memory(xp, whole), 0.0)
-    return _with_errors(xp, setup, inputs, got, sample)
+    return forward, backward
 
 
-def _sample_standard(xp: ModuleType, setup: Setup, inputs: tuple[Array, ...]) -> Sample:
+def _standard(xp: ModuleType, inputs: tuple[Array, ...], setup: Setup) -> tuple[Forward, Backward]:
     q, k, v, dout = inputs
 
-    def forward() -> tuple[Array, Array]:
+    def forward() -> tuple[Array, Any]:
         return standard_attention(xp, q, k, v, setup.causal)
 
-    out, weights = forward()
-    got, back = {"out": out}, None
-    seconds = measure(xp, forward, _timed(xp, forward))
+    def backward(weights: Any) -> tuple[Array, Array, Array]:
+        return standard_gradients(xp, q, k, v, weights, dout)
+
+    return forward, backward
+
+
+def _sample(
+    xp: ModuleType, setup: Setup, inputs: tuple[Array, ...], forward: Forward, backward: Backward
+) -> Sample:
+    """Run once under the memory counters, again for the clock where that was short, and compare."""
+    first: dict[str, float] = {}
+
+    def whole() -> dict[str, Array]:
+        (out, kept), first["forward"] = _timed(xp, forward)
+        if not setup.backward:
+            return {"out": out}
+        (dq, dk, dv), first["backward"] = _timed(xp, lambda: backward(kept))
+        return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+    memory, got = peak_memory(xp, whole)
+    seconds, back = measure(xp, forward, first["forward"]), None
     if setup.backward:
-
-        def backward() -> tuple[Array, Array, Array]:
-            return standard_gradients(xp, q, k, v, weights, dout)
-
-        got["dq"], got["dk"], got["dv"] = backward()
-        back = measure(xp, backward, _timed(xp, backward))
-
-    def whole() -> Any:
-        out, weights = forward()
-        return standard_gradients(xp, q, k, v, weights, dout) if setup.backward else out
-
-    weights = None
-    sample = Sample(seconds, back, peak_memory(xp, whole), 0.0)
+        back = first["backward"]
+        if back <= SAMPLE_SECONDS:
+            _, kept = forward()
+            back = measure(xp, lambda: backward(kept), back)
+    sample = Sample(seconds, back, memory, 0.0)
     return _with_errors(xp, setup, inputs, got, sample)
 
 
@@ -365,9 +369,9 @@ def run(setup: Setup, backend: str | None = None) -> Iterator[Row]:
             return
         inputs = make_inputs(xp, setup, length)
         if not cost:  # the first length also compiles
-            _sample_ours(xp, setup, inputs, backend)
+            _sample(xp, setup, inputs, *_ours(inputs, setup, backend))
         begin = time.perf_counter()
-        ours = _sample_ours(xp, setup, inputs, backend)
+        ours = _sample(xp, setup, inputs, *_ours(inputs, setup, backend))
         cost = time.perf_counter() - begin
         need, free = standard_bytes(setup, length), available_memory(xp)
         if not skipped and need > free / 2:
@@ -376,7 +380,7 @@ def run(setup: Setup, backend: str | None = None) -> Iterator[Row]:
             skipped = f"would take about {4 * standard_cost:.0f} s a call"
         standard = None
         if not skipped:
-            standard = _sample_standard(xp, setup, inputs)
+            standard = _sample(xp, setup, inputs, *_standard(xp, inputs, setup))
             standard_cost = standard.forward + (standard.backward or 0.0)
         yield Row(length, ours, standard, skipped)
 

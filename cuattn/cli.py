@@ -135,12 +135,12 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
     if not ours or not theirs:
         return ""
     factor = theirs / ours
-    return f"[green]{factor:.1f}×[/green]" if factor >= 1 else f"[red]{factor:.2f}×[/red]"
+    return f"[green]{factor:.3g}×[/green]" if factor >= 1 else f"[red]{factor:.2f}×[/red]"
 
 
 def _bench_table(setup: bench_.Setup, rows: list[bench_.Row]) -> Table:
     table = Table(
-        "tokens", "", "forward", "backward", "GFLOP/s", "peak memory", "error",
+        "tokens", "", "forward", "backward", "GF/s", "peak memory", "error",
         box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
         title="cuattn and plain attention; × says how many times faster or smaller",
         title_justify="left",
@@ -175,9 +175,7 @@ def _rates(setup: bench_.Setup, length: int, sample: bench_.Sample) -> str:
 
 
 def _bench_remarks(setup: bench_.Setup, rows: list[bench_.Row]) -> list[str]:
-    remarks = [
-        "GFLOP/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, against float64."
-    ]
+    remarks = ["GF/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, against float64."]
     alone = [row for row in rows if row.standard is None]
     if alone:
         remarks.append(
@@ -411,10 +409,10 @@ def _explanation(made: planning.Plan) -> list[str]:
     )
     if made.seconds is not None and made.balance:
         kind = "arithmetic" if made.intensity > made.balance else "memory"
+        rates = f"{_count(made.peak_flops or 0, 'FLOP/s')} and {_count(made.bandwidth or 0, 'B/s')}"
         lines.append(
-            f"[bold]Roofline.[/bold] {made.intensity:.0f} FLOP per byte against the device's "
-            f"{made.balance:.0f}: {kind} is the limit. No call can be faster than {_seconds(made.seconds)}, at "
-            f"{_count(made.peak_flops or 0, 'FLOP/s')} and {_count(made.bandwidth or 0, 'B/s')}."
+            f"[bold]Roofline.[/bold] {made.intensity:.0f} FLOP per byte against the device's {made.balance:.0f}, "
+            f"so {kind} is the limit. At {rates} no call can be faster than {_seconds(made.seconds)}."
         )
     return lines
 
