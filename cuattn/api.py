@@ -55,14 +55,14 @@ def flash_attention(
     A score goes through: scale · q·k → ``softcap`` c: c·tanh(s/c) → + bias → − slope·|i + q_offset − j| →
     masks → softmax, a sink taking part as an extra logit → dropout → · v. ``causal``: row i sees keys
     j ≤ i + q_offset, where ``q_offset`` (an int or (batch,) ints) defaults to seqlen_kv − seqlen_q, the
-    bottom-right corner; 0 is the top-left one. ``window_size`` (left, right) counts keys before and after that
-    diagonal, its own included in both; −1 or None is open. ``softmax_scale`` defaults to 1/√head_dim.
+    bottom-right corner; 0 is the top-left one. ``window_size`` (left, right) counts keys before and after
+    that diagonal, its own included in both; −1 or None is open. ``softmax_scale`` defaults to 1/√head_dim.
     A row that sees no key gives 0 and an LSE of −inf.
 
-    ``dropout_p`` in [0, 1) needs ``dropout_seed`` (an int; in JAX also a traced scalar): same seed, same mask,
-    on every backend. ``deterministic``: the same inputs give the same bits. ``precision`` is for float32 on the
-    GPU: ``"highest"`` (default), ``"tf32"``, ``"bf16"``. ``backend``: None picks by where the arrays live;
-    ``"cuda"``, ``"numba"``, ``"reference"`` force one.
+    ``dropout_p`` in [0, 1) needs ``dropout_seed`` (an int; in JAX also a traced scalar): same seed, same
+    mask, on every backend. ``deterministic``: the same inputs give the same bits. ``precision`` is for
+    float32 on the GPU: ``"highest"`` (default), ``"tf32"``, ``"bf16"``. ``backend``: None picks by where the
+    arrays live; ``"cuda"``, ``"numba"``, ``"reference"`` force one.
 
     Returns out (q's shape with head_dim_v last), or (out, lse) with ``return_lse``: the natural log of each
     row's sum of exponentials, float32 (float64 for float64), (batch, heads_q, seqlen_q).
@@ -78,9 +78,9 @@ def flash_attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Pu
     """``flash_attention`` and its pullback, for arrays without autograd; the same arguments.
 
     Returns (out, pullback), or ((out, lse), pullback) with ``return_lse``. ``pullback(dout, dlse=None,
-    *, wants=None)`` takes the gradients of out and lse (shapes of out and lse, any strides, either may be None)
-    and returns ``Gradients(dq, dk, dv, dbias, dsinks)``, None where the input was not given. ``wants`` names
-    those to compute ("q", "k", "v", "bias", "sinks"); work for the others is not done.
+    *, wants=None)`` takes the gradients of out and lse (shapes of out and lse, any strides, either may be
+    None) and returns ``Gradients(dq, dk, dv, dbias, dsinks)``, None where the input was not given. ``wants``
+    names those to compute ("q", "k", "v", "bias", "sinks"); work for the others is not done.
     """
     return _vjp(_defaults(flash_attention, q, k, v, options))
 
@@ -111,10 +111,11 @@ def flash_attention_varlen(
     """``flash_attention`` over sequences packed end to end.
 
     ``q``: (total_q, heads_q, head_dim), ``k``: (total_k, heads_kv, head_dim), ``v``: (total_k, heads_kv,
-    head_dim_v). Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and keys ``cu_seqlens_k[b]``
-    to ``cu_seqlens_k[b + 1]`` ((batch + 1,) ints, from 0, not decreasing; empty sequences are allowed).
-    ``max_seqlen_q`` and ``max_seqlen_k``: the longest sequences; None looks them up (on a GPU that waits
-    for the device). Causal is bottom-right in each sequence; other arguments as in ``flash_attention``.
+    head_dim_v). Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and keys
+    ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]`` ((batch + 1,) ints, from 0, not decreasing; empty sequences
+    are allowed). ``max_seqlen_q`` and ``max_seqlen_k``: the longest sequences; None looks them up (on a GPU
+    that waits for the device). Causal is bottom-right in each sequence; other arguments as in
+    ``flash_attention``.
 
     Returns out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).
     """
@@ -145,7 +146,9 @@ def _gather(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     elif arguments["layout"] not in LAYOUTS:
         raise argument_error("layout", repr(arguments["layout"]), " or ".join(map(repr, LAYOUTS)))
     offset = arguments["q_offset"]
-    if offset is None or hasattr(offset, "__index__") and getattr(offset, "ndim", 0) == 0 and not arrays.is_jax(offset):
+    if offset is None or (
+        hasattr(offset, "__index__") and getattr(offset, "ndim", 0) == 0 and not arrays.is_jax(offset)
+    ):
         options["q_offset"] = offset
     else:
         named["q_offset"] = offset
@@ -161,7 +164,9 @@ def _defaults(function: Callable[..., Any], q: Any, k: Any, v: Any, given: dict[
     unknown = set(given) - set(names)
     missing = [name for name in names if name not in defaults and name not in given]
     if unknown or missing:
-        problem = f"unexpected keyword argument {sorted(unknown)[0]!r}" if unknown else f"missing {missing[0]!r}"
+        problem = (
+            f"unexpected keyword argument {sorted(unknown)[0]!r}" if unknown else f"missing {missing[0]!r}"
+        )
         raise TypeError(f"{function.__name__}_vjp() {problem}")
     return {"q": q, "k": k, "v": v, **{name: defaults.get(name) for name in names}, **given}
 

@@ -54,8 +54,13 @@ def adapter(library: str) -> Adapter:
 
 
 def adopt(name: str, x: Any) -> tuple[str, Any]:
-    """x as an array the backends run on, without a copy: ("numpy" | "cupy" | "jax", array)."""
+    """x as an array the backends run on: ("numpy" | "cupy" | "jax", array).
+
+    Nothing is copied but a NumPy array of the other byte order.
+    """
     library = library_of(name, x)
+    if library == "numpy" and not x.dtype.isnative:
+        return library, x.astype(x.dtype.newbyteorder("="))
     if library in ("numpy", "cupy", "jax"):
         return library, x
     return import_module(".interop.dlpack", __package__).adopt(name, x)  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ Arguments = dict[str, Any]  # of a public function, all of them by name, always 
 
 
 class Gradients(NamedTuple):
-    """Gradients of the operands of one call, each in its operand's kind, shape and dtype; None if not given."""
+    """Gradients of one call's operands, each in its operand's kind, shape and dtype; None if not given."""
 
     dq: Any
     dk: Any
@@ -111,7 +111,10 @@ class Call:
     def incoming(self, dout: Any, dlse: Any) -> tuple[Any, Any]:
         """The incoming gradients, adopted and checked against out and LSE."""
         spec = self.bound.spec
-        shapes = (("dout", dout, spec.out_shape, spec.dtype), ("dlse", dlse, spec.lse_shape, spec.accumulator))
+        shapes = (
+            ("dout", dout, spec.out_shape, spec.dtype),
+            ("dlse", dlse, spec.lse_shape, spec.accumulator),
+        )
         checked = []
         for name, x, shape, dtype in shapes:
             if x is not None:
@@ -135,39 +138,32 @@ class Call:
 
 # ---- a call that has been made before ----
 
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple))
+_OPERANDS = frozenset((*STRIDED, *FLOAT_VECTORS, *INTEGER_VECTORS))
 _NOT_COMPARED = frozenset(("dropout_seed", "return_lse"))
-_compared: dict[int, Callable[[Arguments], tuple[Any, ...]]] = {}  # by how many arguments a function has
-_describe: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # an array type's Adapter.key
+_PLAIN = (type(None), bool, int, float, str, tuple)
+_columns: dict[
+    int, tuple[Any, Any]
+] = {}  # getters of operands and of options, by a function's argument count
+_describe: dict[type, Callable[[Any], Any]] = {int: int}  # Adapter.key of the array types met so far
 _made: dict[tuple[Any, ...], Call] = {}
 
 
-def _key_of(arguments: Arguments) -> tuple[Any, ...] | None:
-    """All that decides what a call leads to, lengths' values apart; None with an array of a kind not met yet."""
-    values = _compared.get(len(arguments))
-    if values is None:
-        values = operator.itemgetter(*(name for name in arguments if name not in _NOT_COMPARED))
-        _compared[len(arguments)] = values
-    key = []
-    for x in values(arguments):
-        kind = type(x)
-        if kind not in _PLAIN:
-            describe = _describe.get(kind)
-            if describe is None:
-                return None
-            x = describe(x)
-        key.append(x)
-    return tuple(key)
+def _key(arguments: Arguments) -> tuple[Any, ...]:
+    """All that decides what a call leads to, values of arrays apart; ``KeyError`` for a new array type."""
+    columns = _columns.get(len(arguments))
+    if columns is None:
+        options = [name for name in arguments if name not in _OPERANDS | _NOT_COMPARED]
+        operands = [name for name in arguments if name in _OPERANDS]
+        columns = _columns[len(arguments)] = operator.itemgetter(*operands), operator.itemgetter(*options)
+    operands, options = columns
+    return options(arguments), *[x if x is None else _describe[type(x)](x) for x in operands(arguments)]
 
 
 def repeat(arguments: Arguments) -> Call | None:
     """The call of a public function's arguments, if one like it is remembered."""
-    key = _key_of(arguments)
     try:
-        like = None if key is None else _made.get(key)
-    except TypeError:  # something in a tuple that has no hash
-        return None
-    if like is None:
+        like = _made[_key(arguments)]
+    except (KeyError, TypeError):  # TypeError: an option without a hash
         return None
     arrays = {name: arguments[name] for name in like.arrays}
     if "dropout_seed" in arrays:
@@ -178,21 +174,21 @@ def repeat(arguments: Arguments) -> Call | None:
 
 
 def remember(arguments: Arguments, made: Call) -> None:
-    """Keep a call for ``repeat``, if its arrays were taken as they came and their values were not looked at."""
-    arrays = made.arrays
-    packed = "cu_seqlens_q" in arguments
-    looked_at = made.library == "numpy" and (packed or "q_seqlens" in arrays or "kv_seqlens" in arrays)
-    looked_at |= packed and None in (arguments["max_seqlen_q"], arguments["max_seqlen_k"])
+    """Keep a call for ``repeat`` if its arrays were taken as they came and their values not looked at."""
+    arrays, packed = made.arrays, "cu_seqlens_q" in arguments
+    if made.library == "numpy":
+        looked_at = packed or "q_seqlens" in arrays or "kv_seqlens" in arrays
+    else:
+        looked_at = packed and None in (arguments["max_seqlen_q"], arguments["max_seqlen_k"])
     moved = made.home != made.library or made.library != made.adapter.library
     changed = any(arguments[name] is not x for name, x in arrays.items() if name != "dropout_seed")
-    if looked_at or moved or changed:
+    options = (x for name, x in arguments.items() if name not in arrays)
+    if looked_at or moved or changed or not all(isinstance(x, _PLAIN) for x in options):
         return
     for name, x in arrays.items():
         if name != "dropout_seed":
             _describe[type(x)] = made.adapter.key
-    key = _key_of(arguments)
-    if key is not None:
-        _keep(_made, key, replace(made, arrays=dict.fromkeys(arrays)))
+    _keep(_made, _key(arguments), replace(made, arrays=dict.fromkeys(arrays)))
 
 
 # ---- a new call ----
@@ -220,7 +216,9 @@ def make(named: Mapping[str, Any], options: Options, backend: str | None) -> Cal
         else:
             library_x, x = _adopt(name, x, library, q)
             if library_x != library or adapter.device(x) != device:
-                got = f"a {library_x} array" + ("" if library_x != library else f" on device {adapter.device(x)}")
+                got = f"a {library_x} array" + (
+                    "" if library_x != library else f" on device {adapter.device(x)}"
+                )
                 where = "" if device is None else f" on device {device}"
                 raise argument_error(name, got, f"an array like q: {library}{where}")
         arrays[name] = _normal(name, x, adapter)
@@ -232,7 +230,11 @@ def make(named: Mapping[str, Any], options: Options, backend: str | None) -> Cal
         adapter = arrays_.adapter(target)
         arrays = {name: x if name == "dropout_seed" else adapter.take(x) for name, x in arrays.items()}
         device = adapter.device(arrays["q"])
-    key = (adapter.library, backend, *((n, adapter.key(x) if n != "dropout_seed" else 0) for n, x in arrays.items()))
+    key = (
+        adapter.library,
+        backend,
+        *((n, adapter.key(x) if n != "dropout_seed" else 0) for n, x in arrays.items()),
+    )
     try:
         bound = _kept.get((key, *options.values()))
     except TypeError:  # an unhashable option: bind takes or names it
@@ -255,12 +257,19 @@ def _check_values(arrays: Arrays, options: Options, adapter: Adapter) -> Options
                 raise argument_error(name, str(lengths.tolist()), f"lengths from 0 to {most}")
     for side, x in (("q", "q"), ("k", "k")):
         name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
-        if name not in arrays or arrays[name].ndim != 1 or arrays[x].ndim != 3 or not (host or options[longest] is None):
+        if (
+            name not in arrays
+            or arrays[name].ndim != 1
+            or arrays[x].ndim != 3
+            or not (host or options[longest] is None)
+        ):
             continue
         ends = arrays_.adapter("numpy").take(arrays[name])
         steps, total = ends[1:] - ends[:-1], arrays[x].shape[0]
         if ends.size and (ends[0] != 0 or ends[-1] != total or (steps < 0).any()):
-            raise argument_error(name, str(ends.tolist()), f"0, then ends that do not decrease, up to {total}")
+            raise argument_error(
+                name, str(ends.tolist()), f"0, then ends that do not decrease, up to {total}"
+            )
         most = int(steps.max(initial=0))
         given = options[longest]
         if given is None:

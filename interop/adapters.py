@@ -64,19 +64,25 @@ class _Strided:
         raise NotImplementedError
 
     def key(self, x: Any) -> tuple[Any, ...]:
-        return x.shape, x.strides, x.dtype.char, self.address(x) & 15
+        return x.shape, x.strides, x.dtype, self.address(x) & 15  # a dtype's char does not tell byte order
 
     def signature(self, x: Any) -> Signature:
         itemsize = x.dtype.itemsize
         if any(s % itemsize for s in x.strides):
-            raise argument_error("array", f"strides {x.strides}", f"multiples of its {itemsize}-byte elements")
+            raise argument_error(
+                "array", f"strides {x.strides}", f"multiples of its {itemsize}-byte elements"
+            )
         strides = tuple(s // itemsize for s in x.strides)
         return Signature(x.dtype.name, x.shape, strides, alignment(self.address(x), strides, itemsize))
 
     def unit_stride(self, x: Any) -> Any:
         last = x.ndim - 1
         odd = any(s % x.dtype.itemsize for s in x.strides)
-        return x if last >= 0 and not odd and (x.strides[last] == x.dtype.itemsize or x.shape[last] == 1) else x.copy()
+        return (
+            x
+            if last >= 0 and not odd and (x.strides[last] == x.dtype.itemsize or x.shape[last] == 1)
+            else x.copy()
+        )
 
 
 class NumpyAdapter(_Strided):
