@@ -13,6 +13,27 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn.backends import cuda
+
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs that are not there, saying why."""
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpu2")]
+    if not marked:
+        return
+    reason = cuda.unavailable()
+    count = 0
+    if reason is None:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    for item in marked:
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif item.get_closest_marker("gpu2") and count < 2:
+            item.add_marker(pytest.mark.skip(reason="one GPU; the test needs two"))
+
 
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
