@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fwd(const __gr
   w.scores = load_scores(p, e, block.head);
   w.keys = key_range(e, rows.first, rows.last);
   w.clean_first = (clean.first + BLOCK_N - 1) / BLOCK_N;
-  w.clean_last = clean.last / BLOCK_N;
+  w.clean_last = max(clean.last, 0) / BLOCK_N;  // negative when first rows see nothing
   w.m0 = m0;
   w.k = (const u16*)p.k + batch * p.k_stride_b + head_kv * p.k_stride_h + e.start_kv * p.k_stride_s;
   w.v = (const u16*)p.v + batch * p.v_stride_b + head_kv * p.v_stride_h + e.start_kv * p.v_stride_s;

@@ -208,11 +208,14 @@ DEVICE float reciprocal_fast(float x) {
 
 DEVICE void red_add(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
-#if __CUDA_ARCH__ >= 900
+// Four sums; `to` is a multiple of 16 bytes.
 DEVICE void red_add4(float* to, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
+#else
+  red_add(to, a), red_add(to + 1, b), red_add(to + 2, c), red_add(to + 3, d);
 #endif
+}
 
 // ---- shared memory, continued -------------------------------------------------------------------------------------
 

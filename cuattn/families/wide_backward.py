@@ -1,0 +1,292 @@
+"""The wide family's backward as a ``Program``: row sums, the main kernel, the gradients of sinks and bias.
+
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are ``bwd_wide*.cu`` of
+``kernels_cu``. The main one adds to dq and writes dk and dv: nothing is converted afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .. import params
+from ..program import Buffer, Kernel, Launch, Memset, Program
+from ..spec import ITEMSIZE
+from . import common, wide
+from .wide import rounded
+
+if TYPE_CHECKING:
+    from ..device import Device
+    from ..spec import AttentionSpec
+
+THREADS = 128  # of bwd_wide_delta.cu
+SECTION_BYTES = 32 << 20  # Q, dO and dQ of heads that are worked on together: about half of a big GPU's L2
+ENOUGH_WAVES = 2  # of blocks: fewer, and the q heads of a group are spread over blocks of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A configuration of ``bwd_wide.cu``, whose head says what the fields do, up to a head dim.
+
+    ``apart``: dV in a launch of its own, when dK and dV together do not fit into registers.
+    """
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    stages: int
+    min_blocks: int = 1
+    parts: int = 1
+    apart: bool = False
+
+    @property
+    def num_warps(self) -> int:
+        """Each owns 16 keys."""
+        return self.block_n // 16
+
+    def serves(self, spec: AttentionSpec) -> bool:
+        """Whether the row is for head dims like these."""
+        return max(spec.head_dim, spec.head_dim_v) <= self.head_dim
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of dynamic shared memory: K, V, the stages of Q, dO and of LSE and delta, dS."""
+        columns = rounded(spec.head_dim, self.parts) + rounded(spec.head_dim_v, self.parts)
+        rows = self.block_n + self.stages * self.block_m
+        scores = 2 * self.stages * self.block_m + self.block_n * (self.block_m + 8)
+        return ITEMSIZE[spec.dtype] * (rows * columns + scores)
+
+
+# float32: a thread keeps (head_dim + head_dim_v) / 2 sums and block_m scores and their gradients.
+FLOAT32 = (
+    Tile(64, 32, 128, 2),  # 116 KB
+    Tile(64, 32, 64, 1, 2),  # sm_86, sm_89: 58 KB
+    Tile(128, 32, 128, 2),  # 212 KB
+    Tile(128, 32, 64, 1, 1),  # sm_80: 106 KB
+    Tile(128, 16, 32, 1, 1),  # sm_75, sm_86, sm_89: 51 KB
+    Tile(192, 16, 64, 1, 1, apart=True),  # 128 KB
+    Tile(192, 16, 16, 1, 1, apart=True),  # sm_75, sm_86, sm_89: 50 KB
+    Tile(256, 16, 64, 1, 1, apart=True),  # 166 KB
+    Tile(256, 16, 32, 1, 1, apart=True),  # sm_80: 99 KB
+    Tile(256, 16, 16, 1, 1, apart=True),  # sm_86, sm_89: 66 KB
+)
+
+# float64: twice the registers of everything.
+FLOAT64 = (
+    Tile(64, 16, 64, 1),  # 92 KB
+    Tile(64, 16, 16, 1),  # sm_75: 35 KB
+    Tile(128, 16, 64, 1, parts=2),  # 172 KB
+    Tile(128, 16, 16, 1, parts=2),  # sm_86, sm_89: 67 KB
+    Tile(256, 16, 32, 1, parts=4),  # 198 KB
+    Tile(256, 16, 16, 1, parts=4),  # sm_80: 131 KB
+)
+
+
+def _fitting(spec: AttentionSpec, device: Device) -> Tile | None:
+    rows = FLOAT32 if spec.dtype == "float32" else FLOAT64
+    room = device.shared_memory_per_block
+    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec) <= room), None)
+
+
+def refuses(spec: AttentionSpec, device: Device) -> str | None:
+    """Why this family cannot take the spec, or None."""
+    reason = wide.refuses(spec, device)
+    if reason is None and _fitting(spec, device) is None:
+        reason = (
+            f"head dims {spec.head_dim} and {spec.head_dim_v} need more shared memory than {device.name}'s"
+        )
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all launches of one backward share."""
+
+    spec: AttentionSpec
+    device: Device
+    wants: frozenset[str]
+    tile: Tile
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.spec.dtype]
+
+    @property
+    def blocks_m(self) -> int:
+        """Blocks of queries of an entry; packed: of the longest sequence."""
+        return -(-self.spec.seqlen_q // self.tile.block_m)
+
+    @property
+    def blocks_n(self) -> int:
+        return -(-self.spec.seqlen_kv // self.tile.block_n)
+
+    @property
+    def split_group(self) -> bool:
+        """Whether each q head has blocks of its own, which add to dK and dV: not where the order counts."""
+        spec = self.spec
+        if spec.group == 1 or spec.deterministic:
+            return False
+        blocks = self.blocks_n * self.tile.parts * spec.batch * spec.heads_kv
+        return blocks < ENOUGH_WAVES * self.device.sm_count * self.tile.min_blocks
+
+    @property
+    def section(self) -> int:
+        """Heads whose key blocks run together: all of them where blocks wait for their turn."""
+        spec = self.spec
+        heads = spec.batch * (spec.heads_q if self.split_group else spec.heads_kv)
+        if spec.deterministic:
+            return heads
+        row = self.itemsize * (2 * spec.head_dim + spec.head_dim_v)
+        group = 1 if self.split_group else spec.group
+        return max(1, min(heads, SECTION_BYTES // max(1, spec.seqlen_q * group * row)))
+
+    def defines(self) -> dict[str, int]:
+        spec, tile = self.spec, self.tile
+        return wide.defines(spec, self.device) | {
+            "HEAD_DIM": rounded(spec.head_dim, tile.parts),
+            "HEAD_DIM_V": rounded(spec.head_dim_v, tile.parts),
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "NUM_WARPS": tile.num_warps,
+        }  # fmt: skip
+
+    def pointers(self, *names: str) -> tuple[tuple[str, str], ...]:
+        """``names``, with the operands that scores and lengths are made of."""
+        operands = (n for n in common.operands(self.spec) if n not in ("q", "k", "v"))
+        return tuple((n, n) for n in (*names, *operands))
+
+
+def _delta(plan: _Plan) -> list[Launch]:
+    """delta and the sinks' gradient."""
+    spec = plan.spec
+    rows, batch = (spec.total_q, 1) if spec.varlen else (spec.seqlen_q, spec.batch)
+    defines = tuple({"DTYPE": common.DTYPE_CODES[spec.dtype], "DLSE": int(spec.dlse)}.items())
+    words = params.pack(common.words(spec) | {"aux4": rows, "aux5": batch})
+    names = ("out", "dout", "lse", "delta", *(("dlse",) if spec.dlse else ()))
+    grid = -(-rows * batch * spec.heads_q // (THREADS // 32))
+    kernel = Kernel("bwd_wide_delta", "bwd_wide_delta", defines)
+    steps = [Launch(kernel, (grid, 1, 1), THREADS, 0, words, tuple((n, n) for n in names))]
+    if "sinks" in plan.wants:
+        kernel = Kernel("bwd_wide_delta", "bwd_wide_dsinks", defines)
+        pointers = tuple((n, n) for n in ("sinks", "lse", "delta", "dsinks"))
+        steps.append(Launch(kernel, (spec.heads_q, 1, 1), THREADS, 0, words, pointers))
+    return steps
+
+
+def main_kernel(plan: _Plan, wants: frozenset[str]) -> Kernel:
+    """``bwd_wide.cu`` compiled for a plan, for those of q, k and v that one launch serves."""
+    tile = plan.tile
+    defines = plan.defines() | {
+        "STAGES": tile.stages, "MIN_BLOCKS": tile.min_blocks, "PARTS": tile.parts,
+        "DETERMINISTIC": int(plan.spec.deterministic), "SPLIT_GROUP": int(plan.split_group),
+        "WANT_DQ": int("q" in wants), "WANT_DK": int("k" in wants), "WANT_DV": int("v" in wants),
+    }  # fmt: skip
+    return Kernel("bwd_wide", "bwd_wide", tuple(defines.items()))
+
+
+def _main(plan: _Plan) -> list[Launch | Memset]:
+    spec, tile = plan.spec, plan.tile
+    wants = plan.wants & {"q", "k", "v"}
+    launches = [wants & {"q", "k"}, wants & {"v"}] if tile.apart else [wants]
+    live = common.live_tiles(spec, tile.block_m, tile.block_n)
+    steps: list[Launch | Memset] = list(live.steps)
+    if "q" in wants and spec.deterministic:
+        steps.append(Memset("semaphore"))
+    heads = spec.batch * (spec.heads_q if plan.split_group else spec.heads_kv)
+    shared = tile.shared_memory(spec)
+    words = params.pack(common.words(spec) | live.words | {"aux3": plan.section})
+    for some in launches:
+        if not some:
+            continue
+        names = ["q", "k", "v", "dout", "lse", "delta", *(f"d{x}" for x in "qkv" if x in some)]
+        if "q" in some and spec.deterministic:
+            names.append("semaphore")
+        grid = plan.blocks_n * tile.parts * heads
+        pointers = (*plan.pointers(*names), *live.pointers)
+        kernel, threads = main_kernel(plan, some), 32 * tile.num_warps
+        steps.append(Launch(kernel, (grid, 1, 1), threads, shared, words, pointers))
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """How the bias's gradient is cut: its shape with all four axes, blocks of it, and parts of the sum."""
+
+    shape: tuple[int, int, int, int]
+    tiles: int
+    parts: int
+
+    @property
+    def elements(self) -> int:
+        b, h, m, n = self.shape
+        return b * h * m * n
+
+
+def _bias(plan: _Plan) -> _Bias:
+    spec = plan.spec
+    assert spec.bias_shape is not None
+    b, h, m, n = (1,) * (4 - len(spec.bias_shape)) + spec.bias_shape
+    tiles = b * h * (1 if m == 1 else plan.blocks_m) * (1 if n == 1 else plan.blocks_n)
+    summed = spec.batch * spec.heads_q * plan.blocks_m * plan.blocks_n // tiles
+    # As many parts as fill the GPU, while their sums stay small beside the bias's own gradient or 64 MB.
+    room = max(1, (64 << 20) // (plan.itemsize * max(1, b * h * m * n)))
+    return _Bias((b, h, m, n), tiles, max(1, min(summed, -(-2 * plan.device.sm_count // tiles), room)))
+
+
+def _dbias(plan: _Plan) -> list[Launch]:
+    bias, tile, spec = _bias(plan), plan.tile, plan.spec
+    b, h, m, n = bias.shape
+    words = params.pack(
+        common.words(spec)
+        | {
+            "dbias_stride_b": 0 if b == 1 else h * m * n, "dbias_stride_h": 0 if h == 1 else m * n,
+            "dbias_stride_q": 0 if m == 1 else n, "dbias_stride_k": 0 if n == 1 else 1,
+            "aux0": bias.parts, "aux1": b, "aux2": h, "aux4": bias.elements,
+        }
+    )  # fmt: skip
+    defines = tuple((plan.defines() | {"STAGES": 1}).items())
+    scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
+    pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
+    shared = tile.shared_memory(spec)
+    threads = 32 * tile.num_warps
+    kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias", defines)
+    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), threads, shared, words, pointers)]
+    if bias.parts > 1:
+        kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias_sum", defines)
+        grid = -(-bias.elements // threads)
+        steps.append(Launch(kernel, (grid, 1, 1), threads, 0, words, (("dbias", "dbias"), *scratch)))
+    return steps
+
+
+def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
+    spec, tile = plan.spec, plan.tile
+    found = [Buffer("delta", spec.lse_shape, spec.accumulator)]
+    if plan.wants & {"q", "k", "v"}:
+        found += common.live_tiles(spec, tile.block_m, tile.block_n).workspace
+    if "q" in plan.wants and spec.deterministic:
+        found.append(Buffer("semaphore", (spec.batch * spec.heads_q * plan.blocks_m * tile.parts,), "int32"))
+    if "bias" in plan.wants and (bias := _bias(plan)).parts > 1:
+        found.append(Buffer("bias_parts", (bias.parts, bias.elements), spec.accumulator))
+    return tuple(found)
+
+
+def backward(spec: AttentionSpec, device: Device, wants: frozenset[str], tile: Tile | None = None) -> Program:
+    """The backward program of a spec that ``refuses`` does not refuse; ``tile`` overrides the tile.
+
+    Inputs are the forward's with out, lse, dout and, with ``spec.dlse``, dlse; outputs are d<name> for each
+    of ``wants`` (of ``spec.GRADIENTS``), in the caller's layout.
+    """
+    tile = tile or _fitting(spec, device)
+    assert tile is not None, "refuses() was not asked"
+    plan = _Plan(spec, device, wants, tile)
+    names = tuple(x for x in ("q", "k", "v", "bias", "sinks") if x in wants)
+    outputs = tuple(Buffer(f"d{x}", spec.gradient_shape(x), spec.gradient_dtype(x)) for x in names)
+    inputs = (*common.operands(spec), "out", "lse", "dout", *(("dlse",) if spec.dlse else ()))
+    if spec.empty:
+        return Program(inputs, outputs, (), tuple(Memset(f"d{x}") for x in names))
+    # dq is added to; dk and dv too where a group is split; and packed arrays may have rows of no sequence
+    zeroed = ("q", "k", "v") if spec.varlen or plan.split_group else ("q",)
+    steps: list[Launch | Memset] = [Memset(f"d{x}") for x in names if x in zeroed]
+    steps += _delta(plan)
+    if wants & {"q", "k", "v"}:
+        steps += _main(plan)
+    if "bias" in wants:
+        steps += _dbias(plan)
+    return Program(inputs, outputs, _workspace(plan), tuple(steps))
