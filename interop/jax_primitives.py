@@ -22,9 +22,9 @@ from jax.interpreters import ad, batching, mlir
 from ..errors import BackendUnavailable, argument_error
 from ..program import Program
 from ..spec import GRADIENTS, AttentionSpec, Signature, bind, row_major
-from . import xla_ffi
+from . import jax_sharding, xla_ffi
 from .adapters import alignment
-from .jaxcompat import axis_names, result_like
+from .jaxcompat import axis_names, has_auto_axes, lower_with_devices, result_like
 
 OUT_NAME, LSE_NAME = "cuattn_out", "cuattn_lse"  # for jax.checkpoint policies
 DIFFERENTIABLE = (*GRADIENTS, "softmax_scale")
@@ -80,6 +80,10 @@ def pull_back(
 def _out_avals(call: Call, avals: Sequence[Any]) -> tuple[Any, Any]:
     spec, q = call.spec(avals), avals[0]
     names = axis_names(q)
+    jax_sharding.refuse_sharded_sequences(
+        (role, axis_names(x), jax_sharding.axes_of(role, x.shape, spec.layout))
+        for role, x in zip("qk", avals, strict=False)
+    )
     out_names: tuple[Any, ...]
     lse_names: tuple[Any, ...]
     if spec.layout == "thd":
@@ -260,6 +264,21 @@ def _backward_extra(params: dict[str, Any]) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------------------------ lowering
 def _lower(platform: str, primitive: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+    if not has_auto_axes(ctx):
+        return _lower_whole(platform, ctx, *operands, **params)
+    call: Call = params["call"]
+    if params.get("wants") is None:
+        roles, results = call.names, ("out", "lse")
+    else:
+        roles = call.names + _backward_extra(params)
+        results = tuple(f"d{name}" for name in params["wants"])
+    layout = dict(call.options).get("layout", "bshd")
+    function = jax_sharding.split(primitive, params, roles, results, layout)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _lower_whole(platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower for one device, or for one shard."""
     call: Call = params["call"]
     wants: tuple[str, ...] | None = params.get("wants")
     backward = wants is not None
@@ -384,6 +403,7 @@ for _p in (forward_p, backward_p):
     for _platform in ("cpu", "cuda"):
         mlir.register_lowering(_p, functools.partial(_lower, _platform, _p), platform=_platform)
     mlir.register_lowering(_p, functools.partial(_lower, "other", _p))
+lower_with_devices(forward_p, backward_p)
 tangent_p.def_impl(_no_forward_mode)
 mlir.register_lowering(tangent_p, _no_forward_mode)
 ad.primitive_jvps[forward_p] = _jvp

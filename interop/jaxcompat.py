@@ -51,3 +51,20 @@ def result_like(aval: Any, shape: tuple[int, ...], dtype: Any, names: Sequence[A
     if sharding is not None:
         kept["sharding"] = NamedSharding(sharding.mesh, PartitionSpec(*names))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, **kept)
+
+
+def has_auto_axes(ctx: Any) -> bool:
+    """Whether XLA's partitioner decides how what is lowered splits over several devices.
+
+    False on one device and inside ``shard_map``; also where that leaves axes to the partitioner, since JAX's
+    ``custom_partitioning`` cannot be used there.
+    """
+    context = ctx.module_context.axis_context
+    return hasattr(context, "num_devices") and context.num_devices > 1
+
+
+def lower_with_devices(*primitives: Any) -> None:
+    """Have JAX know the devices when it lowers these primitives: ``custom_partitioning``, used there, needs them."""
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.update(primitives)

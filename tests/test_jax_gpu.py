@@ -42,7 +42,9 @@ def draw(seed: int, *shape: int, dtype: str = "float32") -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def problem(dtype: str, batch: int = 2, seqlen_q: int = 150, seqlen_kv: int = 200, dim: int = 64) -> dict[str, Any]:
+def problem(
+    dtype: str, batch: int = 2, seqlen_q: int = 150, seqlen_kv: int = 200, dim: int = 64
+) -> dict[str, Any]:
     return {
         "q": draw(0, batch, seqlen_q, 4, dim, dtype=dtype),
         "k": draw(1, batch, seqlen_kv, 2, dim, dtype=dtype),
@@ -89,7 +91,9 @@ def test_every_dtype_against_float64(dtype: str, case: str) -> None:
         options = {n: x for n, x in CASES[case].items() if not isinstance(x, np.ndarray)}
         operands = {n: jnp.asarray(x) for n, x in {**arrays, **CASES[case]}.items() if n not in options}
         (out, lse), found = gradients(operands, dout, dlse, **options)
-        for name, a, b in zip(("out", "lse", *NAMES), (out, lse, *(found[n] for n in NAMES)), wanted, strict=True):
+        for name, a, b in zip(
+            ("out", "lse", *NAMES), (out, lse, *(found[n] for n in NAMES)), wanted, strict=True
+        ):
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
             bar = BARS[dtype] * max(1.0, float(np.abs(b[np.isfinite(b)]).max(initial=0.0)))
             np.testing.assert_allclose(a, b, atol=bar, rtol=0, err_msg=name)
@@ -106,7 +110,9 @@ def test_the_same_bits_as_through_cupy(dtype: str, case: str) -> None:
     dout = draw(5, *out.shape, dtype=dtype)
     wanted = (out, lse, *pullback(cupy.asarray(dout), cupy.zeros_like(lse)))
     with x64():
-        (out, lse), found = gradients({n: jnp.asarray(x) for n, x in arrays.items()}, dout, jnp.zeros_like(lse.get()), **options)
+        (out, lse), found = gradients(
+            {n: jnp.asarray(x) for n, x in arrays.items()}, dout, jnp.zeros_like(lse.get()), **options
+        )
         for a, b in zip((out, lse, *(found[n] for n in NAMES)), wanted, strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b.get().view(np.uint8))
 
@@ -181,7 +187,9 @@ print("COST", (best[64] - best[8]) / 56 * 1e6)
 def test_host_cost_in_a_jitted_loop(flags: str, most: float) -> None:
     """At most 2.5 µs a call where XLA captures it into a CUDA graph, 6 µs where it does not."""
     env = {**os.environ, "XLA_FLAGS": flags}
-    run = subprocess.run([sys.executable, "-c", HOST_COST], env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", HOST_COST], env=env, capture_output=True, text=True, timeout=300
+    )
     cost = float(re.findall(r"COST ([\d.]+)", run.stdout)[0]) if run.returncode == 0 else run.stderr
     assert isinstance(cost, float), cost
     assert cost <= most
