@@ -222,7 +222,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_many_processes_at_once_and_one_after(folder: Path) -> None:
-    """All compile into one empty cache (each with two threads, the compiler's first use); the last finds all."""
+    """All compile into one empty cache, each with two threads from the start; the last finds it all."""
     digests = {finish(p) for p in [start() for _ in range(4)]}
     assert len(digests) == 1
     assert finish(start("never")) in digests
