@@ -5,25 +5,18 @@
 //
 // Shared memory: K and V (128 keys), rings of Q with LSE and of dO with delta, two dS tiles, one float32 dQ tile.
 // Rows and keys are counted among the visible ones (bwd_sm90.cuh).
-#include "bwd_sm90.cuh"
-
 #define BLOCK_N 128
-#define CONSUMERS 2
-#define THREADS (128 * (CONSUMERS + 1))
-#ifndef STAGES  // of Q; dO has two
-#define STAGES 3
-#endif
-#ifndef STAGES_DO
-#define STAGES_DO 2
-#endif
 #ifndef PREFETCH  // the next S^T is issued with this step's dK, the next dP^T after dQ
-#define PREFETCH 1
+#define PREFETCH 0
 #endif
 #ifndef ORDER  // 0: dV, dQ, dK; 1: dV, dK, dQ
 #define ORDER 0
 #endif
 #ifndef PINGPONG
 #define PINGPONG 0
+#endif
+#ifndef V_REGS  // steps of 16 columns of V that stay in registers: less shared memory traffic
+#define V_REGS 0
 #endif
 #ifndef PIN
 #define PIN 0
@@ -35,145 +28,16 @@
 #define WAIT_DK (HEAD_DIM == 64)
 #endif
 
-#define D HEAD_DIM
-#define DV HEAD_DIM_V
-#define DQ_SPLIT (D == 128)                    // dQ^T's warpgroups split its head dims; otherwise its query rows
+#define DS_TILES 2
+#define DQ_BYTES (BLOCK_M * HEAD_DIM * 4)
+#include "bwd_sm90_block.cuh"
+
+#define DQ_SPLIT (D == 128)                      // dQ^T's warpgroups split its head dims; otherwise its query rows
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
-#define K_BYTES (BLOCK_N * D * 2)
-#define V_BYTES (BLOCK_N * DV * 2)
-#define Q_BYTES (BLOCK_M * D * 2)
-#define DO_BYTES (BLOCK_M * DV * 2)
-#define DS_BYTES (BLOCK_M * BLOCK_N * 2)
-#define DQ_BYTES (BLOCK_M * D * 4)
-#define ROW_BYTES (BLOCK_M * 4)
-
-// Offsets from the 1024-aligned base
-#define S_K 0
-#define S_V (S_K + K_BYTES)
-#define S_Q (S_V + V_BYTES)
-#define S_DO (S_Q + STAGES * Q_BYTES)
-#define S_DS (S_DO + STAGES_DO * DO_BYTES)
-#define S_DQ (S_DS + 2 * DS_BYTES)
-#define S_LSE (S_DQ + DQ_BYTES)
-#define S_DELTA (S_LSE + STAGES * ROW_BYTES)
-#define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
-#define BAR_K S_BAR
-#define BAR_V (BAR_K + 8)
-#define BAR_Q_FULL (BAR_V + 8)
-#define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
-#define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
-#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
-#define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
-static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
-
-// Named barriers
-#define ID_DS 1                 // both warpgroups have stored dS
-#define ID_DQ_FULL 2            // + warpgroup
-#define ID_DQ_EMPTY 4           // + warpgroup
-#define ID_WARPGROUP 6          // + warpgroup
-#define ID_TURN 8               // + warpgroup: its turn to issue S^T and dP^T
-
-#define INLINE __attribute__((always_inline))
-
-struct True {
-  static constexpr bool value = true;
-};
-struct False {
-  static constexpr bool value = false;
-};
-
-// Descriptor of the operand at byte `offset` of shared memory; only the low word moves, so that it stays in uniform registers.
-__device__ __forceinline__ u64 operand(u32 base16, u32 offset, u32 leading_bytes) {
-  return (u64)(base16 + (offset >> 4) + ((leading_bytes >> 4) << 16)) | (0x40000040ull << 32);
-}
-
-struct Ring {  // a stage and the parity of its barrier
-  int stage, parity;
-  __device__ __forceinline__ void next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
-  Visible seen;
-  int head_kv, n, m_begin, m_end, m_first;
-  __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
-  __device__ __forceinline__ int after(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int index) {
-  const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
-  Work w;
-  int head;
-#if HAS_RIGHT || HAS_LEFT  // heavy key blocks first, a section of heads (one L2-full) at a time
-  const int together = (int)p.aux3, section = index / (together * key_blocks), rest = index - section * together * key_blocks;
-  const int width = min(together, heads - section * together);
-  w.n = rest / width;
-  head = section * together + rest % width;
-#else
-  head = index / key_blocks;
-  w.n = index - head * key_blocks;
-#endif
-  const int batch = head / (int)p.heads_kv;
-  w.head_kv = head - batch * (int)p.heads_kv;
-  w.seen = load_visible(p, batch);
-  const int first = w.n * BLOCK_N, last = min(first + BLOCK_N, w.seen.keys) - 1;
-  const int row_begin = HAS_RIGHT ? max(0, first - w.seen.right) : 0;
-  const int row_end = HAS_LEFT ? min(w.seen.rows, last - w.seen.left + 1) : w.seen.rows;
-  w.m_begin = row_begin / BLOCK_M;
-  w.m_end = max(w.m_begin, ceil_div(row_end, BLOCK_M));
-  w.m_first = w.m_begin;
-#if DETERMINISTIC && !HAS_RIGHT && !HAS_LEFT
-  const int width = (int)p.aux4, place = w.n % width, size = min(width, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
-  w.m_first = place * w.m_end / size;
-#endif
-  return w;
-}
-
-// ------------------------------------------------------------------------------------------------ producer
-__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
-                                        const TMap* map_do, const Work& w, u32 base) {
-  const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
-  // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
-  const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
-  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
-  mbarrier_expect(base + BAR_K, K_BYTES);
-#pragma unroll
-  for (int x = 0; x < D / 64; x++)
-    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
-  mbarrier_expect(base + BAR_V, V_BYTES);
-#pragma unroll
-  for (int x = 0; x < DV / 64; x++)
-    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
-  Ring rq{0, 1}, rdo{0, 1};
-  for (int g = 0; g < group; g++) {
-    const int head = w.head_kv * group + g;
-    const i64 sums = first_sum(p, w.seen, head);
-    const float* lse = (const float*)p.scratch + sums;
-    const float* delta = (const float*)p.delta + sums;
-    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
-      const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
-      mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
-      mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
-#pragma unroll
-      for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
-      bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
-      mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
-      mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
-#pragma unroll
-      for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
-      bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
-      rq.next(STAGES);
-      rdo.next(STAGES_DO);
-    }
-  }
-}
 
 // ------------------------------------------------------------------------------------------------ dQ writers
-// Key blocks whose sums for query block m come before those of block n, in deterministic mode: groups of aux4 key blocks one
-// after the other (a group is resident as a whole), within a group in the order in which its CTAs come by.
+// How many key blocks are to have added to query block m before block n does: groups of aux4 key blocks (resident as a whole) one
+// after the other, within a group in the order in which its CTAs come by.
 __device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
   const int blocks = ceil_div(w.seen.keys, BLOCK_N), width = (int)p.aux4, first = w.n / width * width;
   int before = first, end = min(first + width, blocks), lead = end - 1;
@@ -190,77 +54,42 @@ __device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
   return before + lead - w.n;
 }
 
-// Adds warpgroup `part`'s half of each dQ tile to global memory.
+// Adds warpgroup `part`'s half of each dQ tile to global memory. Who has the first turn stores, so that nothing needs to be zeroed;
+// the others wait for that, and in deterministic mode for their own turn.
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
   const int group = (int)(p.heads_q / p.heads_kv);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
   int left = group * w.blocks();
   if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+  dependency_wait();
   for (int g = 0; g < group; g++) {
     const i64 sums = first_sum(p, w.seen, w.head_kv * group + g);
     for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
       float* dst = p.dq_accum + (sums + m * BLOCK_M) * D + part * (BLOCK_M * D / 2);
+      int* turns = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
+      const int turn = turn_of(p, w, m);
+      if (lane == 0 && turn > 0) wait_for_turn(turns, DETERMINISTIC ? turn : 1);
       barrier_sync(ID_DQ_FULL + part, 160);
-#if DETERMINISTIC
-      int* turn = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
-      if (lane == 0) wait_for_turn(turn, turn_of(p, w, m));
-#endif
       if (lane == 0) {
-        bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
+        proxy_fence();
+        if (turn > 0)
+          bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
+        else
+          bulk_store(dst, src, DQ_BYTES / 2);
         bulk_commit();
         bulk_wait_read<0>();
       }
       __syncwarp();
       if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
-#if DETERMINISTIC
-      if (lane == 0) {
+      if (lane == 0 && (DETERMINISTIC || turn == 0)) {
         bulk_wait<0>();
-        pass_turn(turn);
+        pass_turn(turns);
       }
-#endif
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
-// Writes a warp's 16 rows of a gradient (64 x DIM accumulator, rows = keys), staged in shared memory at `stage`
-// (slabs of `slab` bytes): whole 16-byte pieces of rows below `rows`, columns below `columns`.
-template <int DIM>
-__device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, u16* out,
-                                               i64 stride, int rows, int columns, int warp, int lane) {
-  const int r = warp * 16 + (lane & 15);
-#pragma unroll
-  for (int j = 0; j < DIM / 16; j++)
-    stmatrix_x4(stage + (j >> 2) * slab + r * 128 + (((2 * (j & 3) + (lane >> 4)) ^ (r & 7)) << 4),
-                pack_half2(x[8 * j] * scale, x[8 * j + 1] * scale), pack_half2(x[8 * j + 2] * scale, x[8 * j + 3] * scale),
-                pack_half2(x[8 * j + 4] * scale, x[8 * j + 5] * scale), pack_half2(x[8 * j + 6] * scale, x[8 * j + 7] * scale));
-  __syncwarp();
-  constexpr int LANES = DIM / 8, ROWS = 32 / LANES;  // 16-byte pieces of a row; rows at a time
-#pragma unroll
-  for (int i = 0; i < 16 / ROWS; i++) {
-    const int row = warp * 16 + i * ROWS + lane / LANES, piece = lane % LANES;
-    uint4 v;
-    shared_load_v4(stage + (piece >> 3) * slab + row * 128 + (((piece & 7) ^ (row & 7)) << 4), v.x, v.y, v.z, v.w);
-    if (row < rows && piece * 8 < columns) *(uint4*)(out + row * stride + piece * 8) = v;
-  }
-}
-
-#if VARIABLE
-// Rows [from, ROWS) of a tile become zeros: what a neighbour or padding left there may be NaN. Each warpgroup writes them all,
-// before its own reads.
-template <int SLABS, int ROWS>
-__device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thread) {
-  if (from >= ROWS) return;
-#pragma unroll 1
-  for (int row = from + (thread >> 3); row < ROWS; row += 16) {
-#pragma unroll
-    for (int x = 0; x < SLABS; x++) shared_store_v4(tile + (x * ROWS + row) * 128 + (thread & 7) * 16, 0, 0, 0, 0);
-  }
-  proxy_fence();
-  barrier_sync(ID_WARPGROUP + part, 128);
-}
-#endif
-
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = (int)(p.heads_q / p.heads_kv), steps = group * w.blocks();
@@ -319,11 +148,16 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                          operand(base16 + stage * (Q_BYTES >> 4), S_Q + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
     wgmma_commit();
   };
+  u32 v_rows[4 * V_REGS + 1];  // the first columns of this warpgroup's V as A operand
   auto issue_dp = [&](int stage) INLINE {  // dP^T = V dO^T
 #pragma unroll
-    for (int k = 0; k < DV / 16; k++)
-      Wgmma<BLOCK_M>::ss(dp, operand(base16 + part * 512, S_V + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
-                         operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+    for (int k = 0; k < DV / 16; k++) {
+      const u64 g = operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16);
+      if (k < V_REGS)
+        Wgmma<BLOCK_M>::rs(dp, v_rows[4 * k], v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3], g, k > 0);
+      else
+        Wgmma<BLOCK_M>::ss(dp, operand(base16 + part * 512, S_V + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16), g, k > 0);
+    }
     wgmma_commit();
   };
 
@@ -493,7 +327,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     for (int i = 0; i < DQ_N / 8; i++)
       shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
                       __float_as_uint(dq[4 * i + 3]));
-    proxy_fence();
     barrier_arrive(ID_DQ_FULL + part, 160);
     rdo.next(STAGES_DO);
     if (PREFETCH && !last) {
@@ -521,6 +354,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
+#if V_REGS
+#pragma unroll
+  for (int k = 0; k < V_REGS; k++) {
+    const int r = part * 64 + warp * 16 + (lane & 15);
+    ldmatrix_x4(base + S_V + (k >> 2) * (BLOCK_N * 128) + r * 128 + (((2 * (k & 3) + (lane >> 4)) ^ (r & 7)) << 4), v_rows[4 * k],
+                v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3]);
+  }
+#endif
   if (steps > 0) {
     if (PREFETCH) {
       wait_q(rq, m);
@@ -539,6 +380,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     step(buffer, True());
   }
 
+  dependency_wait();
   const i64 at = key0 + part * 64;
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
@@ -549,25 +391,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                     lane);
 }
 
-// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones.
-__device__ __forceinline__ void hide(const Params& p, const Work& w) {
-  const Visible& v = w.seen;
-  const int block = w.n - ceil_div(v.keys, BLOCK_N), total = VARLEN ? v.entry.seqlen_kv : (int)p.seqlen_kv;
-  const i64 batch = VARLEN ? 0 : v.entry.batch;
-  u16* dk = (u16*)p.dk + batch * p.dk_stride_b + w.head_kv * p.dk_stride_h;
-  u16* dv = (u16*)p.dv + batch * p.dv_stride_b + w.head_kv * p.dv_stride_h;
-  const int thread = threadIdx.x, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
-  zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
-  zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
-                       thread);
-#if VARLEN
-  if (w.n == p.aux2 - 1) {
-    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
-    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
-  }
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
                             const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
@@ -575,20 +398,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-  if (threadIdx.x == 0) {
-    mbarrier_init(base + BAR_K, 1);
-    mbarrier_init(base + BAR_V, 1);
-    for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(base + BAR_Q_FULL + 8 * i, 1);
-      mbarrier_init(base + BAR_Q_EMPTY + 8 * i, 4 * CONSUMERS);
-    }
-    for (int i = 0; i < STAGES_DO; i++) {
-      mbarrier_init(base + BAR_DO_FULL + 8 * i, 1);
-      mbarrier_init(base + BAR_DO_EMPTY + 8 * i, 4 * CONSUMERS);
-    }
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
+  dependency_launch();
   const Work w = work_of(p, blockIdx.x);
   if (w.n * BLOCK_N >= w.seen.keys) {
     hide(p, w);

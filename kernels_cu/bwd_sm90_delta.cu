@@ -1,6 +1,5 @@
 // Before bwd_sm90.cu: delta = rowsum(dout * out) - dlse and LSE in base 2 of the visible rows, both padded to whole query blocks so
-// that a padded or empty row has weight exp2(s - inf) = 0; dQ's float32 sums and the turns set to zero. One CTA for each query
-// block of a head. And the sinks' gradient out of delta and LSE, in a fixed order.
+// that a padded or empty row has weight exp2(s - inf) = 0; turns set to zero. One CTA for each query block of a head. And the sinks' gradient out of delta and LSE, in a fixed order.
 #include "bwd_sm90.cuh"
 
 #define THREADS 256
@@ -15,6 +14,7 @@ __device__ __forceinline__ float dot2(u32 a, u32 b) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_delta(const __grid_constant__ Params p) {
+  dependency_launch();
   const int head_index = blockIdx.x / (int)p.aux1, m = blockIdx.x - head_index * (int)p.aux1;
   const int batch = head_index / (int)p.heads_q, head = head_index - batch * (int)p.heads_q;
   const Visible v = load_visible(p, batch);
@@ -35,12 +35,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_de
     }
   }
   const i64 sums = first_sum(p, v, head) + m * BLOCK_M;
+#if HEAD_DIM > 128  // whose kernel only adds
   float4* dq = (float4*)(p.dq_accum + sums * HEAD_DIM);
 #pragma unroll
   for (int i = 0; i < BLOCK_M * HEAD_DIM / 4 / THREADS; i++) dq[i * THREADS + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-#if DETERMINISTIC
-  if (threadIdx.x < 2) p.semaphore[sums / BLOCK_M * 2 + threadIdx.x] = 0;
 #endif
+  if (threadIdx.x < 2) p.semaphore[sums / BLOCK_M * 2 + threadIdx.x] = 0;
 #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     float x = dot2(a[i].x, b[i].x) + dot2(a[i].y, b[i].y) + dot2(a[i].z, b[i].z) + dot2(a[i].w, b[i].w);

@@ -149,6 +149,21 @@ template <int N> __device__ __forceinline__ void bulk_wait_read() {
 template <int N> __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
+// Turns that CTAs take with bulk writes to the same place: spin until `*turn` has come to `mine`; hand on when one's own are written.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  } while (now < mine);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void pass_turn(int* turn) {
+  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+// Four floats added to global memory, 16-byte aligned.
+__device__ __forceinline__ void reduce_add_f4(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 // Orders ordinary shared-memory writes before what TMA and wgmma read.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 a, u32 b, u32 c, u32 d) {
@@ -158,6 +173,12 @@ __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 a, u32 b, u32 c, u32 d)
 __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(a), "r"(b), "r"(c),
                "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(u32 src, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(src)
                : "memory");
 }
 __device__ __forceinline__ void shared_store_v4(u32 dst, u32 a, u32 b, u32 c, u32 d) {

@@ -6,7 +6,7 @@ Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import params
@@ -17,46 +17,58 @@ from . import common
 if TYPE_CHECKING:
     from ..device import Device
 
-BLOCK_N = 128  # keys of a CTA: two warpgroups of 64
 THREADS = 384
 SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One row of the tile table: query rows a step, ring depths, and whether the next S^T is issued early."""
+    """A configuration of the main kernel ``source``; its macros' meaning is told there."""
 
+    source: str
+    head_dim: int  # rounded up
     block_m: int
+    block_n: int
     stages: int
     stages_do: int
-    prefetch: int
+    ds_tiles: int  # tiles of P or dS in shared memory
+    dq_tile: bool  # whether dQ passes through shared memory
+    pingpong: int
+    v_regs: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of dynamic shared memory, the slack for 1024-byte alignment included."""
+        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
+        exchanged = 2 * self.ds_tiles * self.block_m * self.block_n
+        sums = 4 * self.block_m * self.head_dim * self.dq_tile
+        rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
+        return 1024 + operands + exchanged + sums + rows
 
 
 # 80 rows at D 128 feed the tensor cores better than 64 (less shared memory a product) and fit the registers;
-# 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows.
-TILES = {64: Tile(128, 2, 2, 0), 128: Tile(80, 2, 2, 0)}
-TRANSFORMED = Tile(64, 2, 2, 0)
-
-
-def tile_of(spec: AttentionSpec) -> Tile:
-    """The main kernel's tile."""
-    if spec.softcap > 0 or spec.alibi_slopes is not None:
-        return TRANSFORMED
-    return TILES[compiled_dim(spec.head_dim)]
+# 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share
+# 64 keys, or dK and dV would not fit.
+TILES = {
+    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 2, True, 0, 0),
+    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 2, True, 1, 0),
+    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, 4, False, 0, 0),
+}
 
 
 def compiled_dim(dim: int) -> int:
     """Head dim that a kernel is compiled for."""
-    return 64 if dim <= 64 else 128
+    return next(d for d in TILES if dim <= d)
 
 
-def shared_memory(dim: int, dim_v: int, tile: Tile) -> int:
-    """Dynamic shared memory of the main kernel, bytes (bwd_sm90.cu lays it out)."""
-    tiles = 2 * BLOCK_N * (dim + dim_v) + 2 * tile.block_m * (tile.stages * dim + tile.stages_do * dim_v)
-    sums = 2 * 2 * tile.block_m * BLOCK_N + 4 * tile.block_m * dim
-    rows = 4 * tile.block_m * (tile.stages + tile.stages_do)
-    barriers = 8 * (2 + 2 * tile.stages + 2 * tile.stages_do)
-    return 1024 + tiles + sums + rows + barriers
+def tile_of(spec: AttentionSpec) -> Tile:
+    """The main kernel's tile."""
+    tile = TILES[compiled_dim(max(spec.head_dim, spec.head_dim_v))]
+    return replace(tile, block_m=64) if _transformed(spec) else tile
+
+
+def _transformed(spec: AttentionSpec) -> bool:
+    return spec.softcap > 0 or spec.alibi_slopes is not None
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -65,10 +77,10 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "needs sm_90"
     if spec.dtype not in ("float16", "bfloat16"):
         return "takes float16 and bfloat16"
-    if max(spec.head_dim, spec.head_dim_v) > 128:
-        return "takes head dims up to 128"
     if compiled_dim(spec.head_dim) != compiled_dim(spec.head_dim_v):
-        return "takes head dims of q and v in one class (up to 64, up to 128)"
+        return "takes head dims of q and v in one class (up to 64, 128, 256)"
+    if max(spec.head_dim, spec.head_dim_v) > 128 and (spec.deterministic or _transformed(spec)):
+        return "takes no deterministic, softcap or alibi_slopes with head dims above 128"
     operands = [x for x in (spec.q, spec.k, spec.v, spec.dout) if x is not None]
     if spec.head_dim % 8 or spec.head_dim_v % 8 or any(x.align < 16 for x in operands):
         return "takes rows that start on 16 bytes"
@@ -147,9 +159,8 @@ def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
-    """The backward program: q, k, v, out, lse, dout and what the spec has in; dq, dk, dv, dsinks as wanted out."""
+    """The backward program: from q, k, v, out, lse, dout and more to those of dq, dk, dv, dsinks wanted."""
     assert refuses(spec, device) is None
-    dim, dim_v = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
     tile = tile_of(spec)
     sum_heads, sum_rows = sums_shape(spec, tile.block_m)
     gradients = [Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in ("q", "k", "v")]
@@ -158,16 +169,15 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
     workspace += [
         Buffer("delta", (sum_heads, sum_rows), "float32"),
         Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
-        Buffer("dq_accum", (sum_heads, sum_rows, dim), "float32"),
+        Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
     ]
-    if spec.deterministic:
-        workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
+    workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
     sinks = ("sinks",) if "sinks" in wants else ()
     inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *sinks)
-    steps = _launches(spec, device, dim, dim_v, tile, operands, bool(sinks))
+    steps = _launches(spec, device, tile, operands, bool(sinks))
     return Program(inputs=inputs, outputs=outputs, workspace=tuple(workspace), steps=steps)
 
 
@@ -196,7 +206,7 @@ def _operands(spec: AttentionSpec) -> tuple[str, ...]:
 def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> dict[str, int | float]:
     row_begin, row_end, key_begin, key_end = visible(spec)
     query_blocks = _blocks(tile.block_m, spec.seqlen_q, row_end - row_begin, spec.variable)
-    key_blocks = _blocks(BLOCK_N, spec.seqlen_kv, key_end - key_begin, spec.variable)
+    key_blocks = _blocks(tile.block_n, spec.seqlen_kv, key_end - key_begin, spec.variable)
     sections = _sections(spec)
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
@@ -233,15 +243,13 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
 
 
 def turn_group(device: Device, together: int) -> int:
-    """Key blocks of a head that take turns with each other (deterministic): all resident at once."""
+    """Key blocks of a head that wait for each other in adding to dQ: all resident at once."""
     return max(1, min(64, device.sm_count // together))
 
 
 def _launches(
     spec: AttentionSpec,
     device: Device,
-    dim: int,
-    dim_v: int,
     tile: Tile,
     operands: tuple[str, ...],
     sinks: bool,
@@ -255,8 +263,8 @@ def _launches(
     row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
     defines = (
         ("DTYPE", 0 if spec.dtype == "float16" else 1),
-        ("HEAD_DIM", dim),
-        ("HEAD_DIM_V", dim_v),
+        ("HEAD_DIM", tile.head_dim),
+        ("HEAD_DIM_V", tile.head_dim),
         ("BLOCK_M", tile.block_m),
         ("HAS_LEFT", int(common.hides_left(spec))),
         ("HAS_RIGHT", int(common.hides_right(spec))),
@@ -266,10 +274,13 @@ def _launches(
         ("SOFTCAP", int(spec.softcap > 0)),
         ("ALIBI", int(spec.alibi_slopes is not None)),
     )
-    pipeline = (("STAGES", tile.stages), ("STAGES_DO", tile.stages_do), ("PREFETCH", tile.prefetch))
-    shared = [(x, x) for x in ("dq_accum", *operands)]
-    if spec.deterministic:
-        shared.append(("semaphore", "turns"))
+    pipeline = (
+        ("STAGES", tile.stages),
+        ("STAGES_DO", tile.stages_do),
+        ("PINGPONG", tile.pingpong),
+        ("V_REGS", tile.v_regs),
+    )
+    shared = [*((x, x) for x in ("dq_accum", *operands)), ("semaphore", "turns")]
     read = ("out", "dout", "lse", "dlse") if spec.dlse else ("out", "dout", "lse")
     rows = [("delta", "delta"), ("scratch", "lse_log2")]
     query_grid = (spec.batch * spec.heads_q * int(words["aux1"]), 1, 1)
@@ -282,16 +293,17 @@ def _launches(
         pointers=(*((x, x) for x in read), *rows, *shared),
     )
     main = Launch(
-        kernel=Kernel("bwd_sm90", "attention_backward_sm90", defines + pipeline),
+        kernel=Kernel(tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline),
         grid=(spec.batch * spec.heads_kv * int(words["aux2"]), 1, 1),
         block=THREADS,
-        shared_memory=shared_memory(dim, dim_v, tile),
+        shared_memory=tile.shared_memory,
         block_words=block_words,
         pointers=(("dk", "dk"), ("dv", "dv"), *rows, *shared),
+        dependent=True,
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
-            tensor_map("k", spec.k, key_begin, key_end, BLOCK_N),
-            tensor_map("v", spec.v, key_begin, key_end, BLOCK_N),
+            tensor_map("k", spec.k, key_begin, key_end, tile.block_n),
+            tensor_map("v", spec.v, key_begin, key_end, tile.block_n),
             tensor_map("dout", dout, row_begin, row_end, tile.block_m),
         ),
     )
@@ -302,6 +314,7 @@ def _launches(
         shared_memory=0,
         block_words=block_words,
         pointers=(("dq", "dq"), *shared),
+        dependent=True,
     )
     if not sinks:
         return prepare, main, convert

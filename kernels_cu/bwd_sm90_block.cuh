@@ -1,0 +1,216 @@
+// What the main kernels of the Hopper backward share: shared memory, the producer, the key block that a CTA owns, stores of dK and
+// dV. A kernel defines BLOCK_M, BLOCK_N, STAGES (of Q), STAGES_DO, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
+// in shared memory) first. No products here.
+#pragma once
+#include "bwd_sm90.cuh"
+
+#define CONSUMERS 2
+#define THREADS (128 * (CONSUMERS + 1))
+
+#define D HEAD_DIM
+#define DV HEAD_DIM_V
+#define K_BYTES (BLOCK_N * D * 2)
+#define V_BYTES (BLOCK_N * DV * 2)
+#define Q_BYTES (BLOCK_M * D * 2)
+#define DO_BYTES (BLOCK_M * DV * 2)
+#define DS_BYTES (BLOCK_M * BLOCK_N * 2)
+#define ROW_BYTES (BLOCK_M * 4)
+
+// Offsets from the 1024-aligned base
+#define S_K 0
+#define S_V (S_K + K_BYTES)
+#define S_Q (S_V + V_BYTES)
+#define S_DO (S_Q + STAGES * Q_BYTES)
+#define S_DS (S_DO + STAGES_DO * DO_BYTES)
+#define S_DQ (S_DS + DS_TILES * DS_BYTES)
+#define S_LSE (S_DQ + DQ_BYTES)
+#define S_DELTA (S_LSE + STAGES * ROW_BYTES)
+#define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
+#define BAR_K S_BAR
+#define BAR_V (BAR_K + 8)
+#define BAR_Q_FULL (BAR_V + 8)
+#define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
+#define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
+#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
+#define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
+static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
+
+// Named barriers
+#define ID_DS 1                 // both warpgroups have stored dS
+#define ID_DQ_FULL 2            // + warpgroup
+#define ID_DQ_EMPTY 4           // + warpgroup
+#define ID_WARPGROUP 6          // + warpgroup
+#define ID_TURN 8               // + warpgroup: its turn to issue S^T and dP^T
+
+#define INLINE __attribute__((always_inline))
+
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
+// Descriptor of the operand at byte `offset` of shared memory; only the low word moves, so that it stays in uniform registers.
+__device__ __forceinline__ u64 operand(u32 base16, u32 offset, u32 leading_bytes) {
+  return (u64)(base16 + (offset >> 4) + ((leading_bytes >> 4) << 16)) | (0x40000040ull << 32);
+}
+
+struct Ring {  // a stage and the parity of its barrier
+  int stage, parity;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
+  Visible seen;
+  int head_kv, n, m_begin, m_end, m_first;
+  __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
+  __device__ __forceinline__ int after(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, int index) {
+  const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
+  Work w;
+  int head;
+#if HAS_RIGHT || HAS_LEFT  // heavy key blocks first, a section of heads (one L2-full) at a time
+  const int together = (int)p.aux3, section = index / (together * key_blocks), rest = index - section * together * key_blocks;
+  const int width = min(together, heads - section * together);
+  w.n = rest / width;
+  head = section * together + rest % width;
+#else
+  head = index / key_blocks;
+  w.n = index - head * key_blocks;
+#endif
+  const int batch = head / (int)p.heads_kv;
+  w.head_kv = head - batch * (int)p.heads_kv;
+  w.seen = load_visible(p, batch);
+  const int first = w.n * BLOCK_N, last = min(first + BLOCK_N, w.seen.keys) - 1;
+  const int row_begin = HAS_RIGHT ? max(0, first - w.seen.right) : 0;
+  const int row_end = HAS_LEFT ? min(w.seen.rows, last - w.seen.left + 1) : w.seen.rows;
+  w.m_begin = row_begin / BLOCK_M;
+  w.m_end = max(w.m_begin, ceil_div(row_end, BLOCK_M));
+  w.m_first = w.m_begin;
+#if !HAS_RIGHT && !HAS_LEFT  // spread over the query blocks
+  const int width = (int)p.aux4, place = w.n % width, size = min(width, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
+  w.m_first = place * w.m_end / size;
+#endif
+  return w;
+}
+
+// ------------------------------------------------------------------------------------------------ producer
+__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
+                                        const TMap* map_do, const Work& w, u32 base) {
+  const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
+  // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
+  const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
+  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
+  mbarrier_expect(base + BAR_K, K_BYTES);
+#pragma unroll
+  for (int x = 0; x < D / 64; x++)
+    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
+  mbarrier_expect(base + BAR_V, V_BYTES);
+#pragma unroll
+  for (int x = 0; x < DV / 64; x++)
+    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
+  dependency_wait();
+  Ring rq{0, 1}, rdo{0, 1};
+  for (int g = 0; g < group; g++) {
+    const int head = w.head_kv * group + g;
+    const i64 sums = first_sum(p, w.seen, head);
+    const float* lse = (const float*)p.scratch + sums;
+    const float* delta = (const float*)p.delta + sums;
+    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+      const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
+      mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
+      mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
+#pragma unroll
+      for (int x = 0; x < D / 64; x++)
+        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
+      bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
+      mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
+      mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
+#pragma unroll
+      for (int x = 0; x < DV / 64; x++)
+        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
+      bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
+      rq.next(STAGES);
+      rdo.next(STAGES_DO);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ consumers
+// Writes a warp's 16 rows of a gradient (64 x DIM accumulator, rows = keys), staged in shared memory at `stage`
+// (slabs of `slab` bytes): whole 16-byte pieces of rows below `rows`, columns below `columns`.
+template <int DIM>
+__device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, u16* out,
+                                               i64 stride, int rows, int columns, int warp, int lane) {
+  const int r = warp * 16 + (lane & 15);
+#pragma unroll
+  for (int j = 0; j < DIM / 16; j++)
+    stmatrix_x4(stage + (j >> 2) * slab + r * 128 + (((2 * (j & 3) + (lane >> 4)) ^ (r & 7)) << 4),
+                pack_half2(x[8 * j] * scale, x[8 * j + 1] * scale), pack_half2(x[8 * j + 2] * scale, x[8 * j + 3] * scale),
+                pack_half2(x[8 * j + 4] * scale, x[8 * j + 5] * scale), pack_half2(x[8 * j + 6] * scale, x[8 * j + 7] * scale));
+  __syncwarp();
+  constexpr int LANES = DIM / 8, ROWS = 32 / LANES;  // 16-byte pieces of a row; rows at a time
+#pragma unroll
+  for (int i = 0; i < 16 / ROWS; i++) {
+    const int row = warp * 16 + i * ROWS + lane / LANES, piece = lane % LANES;
+    uint4 v;
+    shared_load_v4(stage + (piece >> 3) * slab + row * 128 + (((piece & 7) ^ (row & 7)) << 4), v.x, v.y, v.z, v.w);
+    if (row < rows && piece * 8 < columns) *(uint4*)(out + row * stride + piece * 8) = v;
+  }
+}
+
+#if VARIABLE
+// Rows [from, ROWS) of a tile become zeros: what a neighbour or padding left there may be NaN. Each warpgroup writes them all,
+// before its own reads.
+template <int SLABS, int ROWS>
+__device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thread) {
+  if (from >= ROWS) return;
+#pragma unroll 1
+  for (int row = from + (thread >> 3); row < ROWS; row += 16) {
+#pragma unroll
+    for (int x = 0; x < SLABS; x++) shared_store_v4(tile + (x * ROWS + row) * 128 + (thread & 7) * 16, 0, 0, 0, 0);
+  }
+  proxy_fence();
+  barrier_sync(ID_WARPGROUP + part, 128);
+}
+#endif
+
+// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones.
+__device__ __forceinline__ void hide(const Params& p, const Work& w) {
+  dependency_wait();
+  const Visible& v = w.seen;
+  const int block = w.n - ceil_div(v.keys, BLOCK_N), total = VARLEN ? v.entry.seqlen_kv : (int)p.seqlen_kv;
+  const i64 batch = VARLEN ? 0 : v.entry.batch;
+  u16* dk = (u16*)p.dk + batch * p.dk_stride_b + w.head_kv * p.dk_stride_h;
+  u16* dv = (u16*)p.dv + batch * p.dv_stride_b + w.head_kv * p.dv_stride_h;
+  const int thread = threadIdx.x, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
+  zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
+  zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
+                       thread);
+#if VARLEN
+  if (w.n == p.aux2 - 1) {
+    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+  }
+#endif
+}
+
+// Barriers of all rings; a block barrier follows.
+__device__ __forceinline__ void init_barriers(u32 base) {
+  mbarrier_init(base + BAR_K, 1);
+  mbarrier_init(base + BAR_V, 1);
+  for (int i = 0; i < STAGES; i++) {
+    mbarrier_init(base + BAR_Q_FULL + 8 * i, 1);
+    mbarrier_init(base + BAR_Q_EMPTY + 8 * i, 4 * CONSUMERS);
+  }
+  for (int i = 0; i < STAGES_DO; i++) {
+    mbarrier_init(base + BAR_DO_FULL + 8 * i, 1);
+    mbarrier_init(base + BAR_DO_EMPTY + 8 * i, 4 * CONSUMERS);
+  }
+  mbarrier_init_fence();
+}

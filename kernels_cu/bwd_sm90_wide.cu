@@ -1,0 +1,199 @@
+// Attention backward for Hopper (sm_90a) with head dims above 128, fp16 and bf16. As bwd_sm90.cu, but a CTA owns 64 keys and its two
+// warpgroups share all of them: each makes half the query columns of S^T and dP^T, hands P and dS to both through shared memory,
+// and keeps half the head dims of dK, dV and dQ. dQ goes to global memory straight from the registers, as vector reductions.
+//
+// Shared memory: K and V (64 keys), rings of Q with LSE and of dO with delta, two pairs of P and dS tiles.
+#define BLOCK_N 64
+#define DS_TILES 4
+#define DQ_BYTES 0
+#include "bwd_sm90_block.cuh"
+
+#define HALF (BLOCK_M / 2)  // query rows of a warpgroup's S^T
+static_assert(D == 256 && DV == 256 && BLOCK_M == 64, "the only tile");
+
+// dV or dK += X^T Y: X (P or dS) lies as queries by keys, Y is dO or Q; head dims `part` of two.
+__device__ __forceinline__ void add_gradient(float (&x)[64], u32 base16, u32 left, u32 right, int part) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_M / 16; k++)
+    Wgmma<128>::ss<1, 1>(x, operand(base16, left + k * 2048, 16),
+                         operand(base16 + part * (2 * BLOCK_M * 8), right + k * 2048, BLOCK_M * 128), 1);
+  wgmma_commit();
+}
+
+__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+  const int group = (int)(p.heads_q / p.heads_kv);
+  const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
+  const float scale_log2 = softmax_scale * (float)LOG2E;
+  float dk[64], dv[64];
+#pragma unroll
+  for (int i = 0; i < 64; i++) dk[i] = dv[i] = 0.f;
+  touch(dk);
+  touch(dv);
+
+  const int key0 = w.n * BLOCK_N, row = warp * 16 + (lane >> 2), column0 = part * HALF + 2 * (lane & 3);
+  const int keys = w.seen.keys - key0;  // of this block; may be more than BLOCK_N
+  const u32 to = base + S_DS + (part * HALF + (lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+  u32 base16 = (base & 0x3FFFF) >> 4;
+
+  // First and last query row, less this thread's first column, that see its two keys
+  int low0 = row < keys ? -0x40000000 : 0x40000000, low1 = row + 8 < keys ? -0x40000000 : 0x40000000;
+#if HAS_RIGHT
+  low0 = max(low0, key0 + row - w.seen.right - column0);
+  low1 = max(low1, key0 + row - w.seen.right - column0 + 8);
+#endif
+#if HAS_LEFT
+  const int high0 = key0 + row - w.seen.left - column0;
+#endif
+  int clean_begin = w.m_begin, clean_end = w.m_end;  // these query blocks need no mask
+#if HAS_RIGHT
+  clean_begin = max(clean_begin, ceil_div(max(key0 + BLOCK_N - 1 - w.seen.right, 0), BLOCK_M));
+#endif
+#if HAS_LEFT
+  clean_end = min(clean_end, (key0 - w.seen.left + 1) / BLOCK_M);
+#endif
+  if (keys < BLOCK_N) clean_end = clean_begin;
+
+  float s[HALF / 2], dp[HALF / 2];
+  auto product = [&](float(&x)[HALF / 2], u32 left, u32 right) INLINE {  // keys by this warpgroup's queries
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      Wgmma<HALF>::ss(x, operand(base16, left + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
+                      operand(base16 + part * (HALF * 8), right + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+  };
+  Ring ring{0, 0};
+  int m = w.m_first, left = group * w.blocks(), head = w.head_kv * group;
+  auto load = [&](const Ring& r, int block) INLINE {  // waits for Q and dO, issues S^T and dP^T
+    mbarrier_wait(base + BAR_Q_FULL + 8 * r.stage, r.parity);
+    mbarrier_wait(base + BAR_DO_FULL + 8 * r.stage, r.parity);
+#if VARIABLE
+    zero_tail<D / 64, BLOCK_M>(base + S_Q + r.stage * Q_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
+    zero_tail<DV / 64, BLOCK_M>(base + S_DO + r.stage * DO_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
+#endif
+    base16 = uniform(base16);  // new to ptxas, which else keeps the descriptors of all steps in registers
+    wgmma_fence();
+    product(s, S_K, S_Q + r.stage * Q_BYTES);
+    product(dp, S_V, S_DO + r.stage * DO_BYTES);
+    wgmma_commit();
+  };
+  auto step = [&](int buffer, auto is_last) INLINE {
+    constexpr bool last = decltype(is_last)::value;
+    wgmma_wait<0>();
+    touch(s);
+    touch(dp);
+    if (m < clean_begin || m >= clean_end) {
+      const int shift = m * BLOCK_M;
+#pragma unroll
+      for (int i = 0; i < HALF / 2; i++) {
+        const int column = 8 * (i >> 2) + (i & 1) + shift;
+        bool seen = column >= ((i & 2) ? low1 : low0);
+#if HAS_LEFT
+        seen = seen && column <= high0 + ((i & 2) ? 8 : 0);
+#endif
+        if (!seen) s[i] = __int_as_float(0xff800000);
+      }
+    }
+    u32 pp[HALF / 4], ds[HALF / 4];
+#pragma unroll
+    for (int i = 0; i < HALF / 2; i += 4) {
+      const float2 l = shared_load_f2(base + S_LSE + ring.stage * ROW_BYTES + column0 * 4 + i * 8);
+      const float2 d = shared_load_f2(base + S_DELTA + ring.stage * ROW_BYTES + column0 * 4 + i * 8);
+      float x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = exp2_approx(s[i + j] * scale_log2 - (j & 1 ? l.y : l.x));
+      pp[i / 2] = pack_half2(x[0], x[1]);
+      pp[i / 2 + 1] = pack_half2(x[2], x[3]);
+      ds[i / 2] = pack_half2(x[0] * (dp[i] - d.x), x[1] * (dp[i + 1] - d.y));
+      ds[i / 2 + 1] = pack_half2(x[2] * (dp[i + 2] - d.x), x[3] * (dp[i + 3] - d.y));
+    }
+#pragma unroll
+    for (int j = 0; j < HALF / 16; j++) {
+      stmatrix_x4_trans(to + 2 * buffer * DS_BYTES + j * 2048, pp[4 * j], pp[4 * j + 1], pp[4 * j + 2], pp[4 * j + 3]);
+      stmatrix_x4_trans(to + (2 * buffer + 1) * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+    }
+    proxy_fence();
+    barrier_sync(ID_DS, 256);
+    base16 = uniform(base16);
+    const u32 p_tile = S_DS + 2 * buffer * DS_BYTES, ds_tile = p_tile + DS_BYTES;
+    float dq[64];
+    touch(dk);
+    touch(dv);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; k++)  // dQ = dS K
+      Wgmma<128>::ss<0, 1>(dq, operand(base16, ds_tile + 32 * k, 16),
+                           operand(base16 + part * (2 * BLOCK_N * 8), S_K + k * 2048, BLOCK_N * 128), k > 0);
+    wgmma_commit();
+    add_gradient(dv, base16, p_tile, S_DO + ring.stage * DO_BYTES, part);
+    add_gradient(dk, base16, ds_tile, S_Q + ring.stage * Q_BYTES, part);
+    wgmma_wait<2>();
+    touch(dq);
+    float* sums = p.dq_accum + (first_sum(p, w.seen, head) + m * BLOCK_M) * D + part * (BLOCK_M * D / 2) + thread * 4;
+#pragma unroll
+    for (int i = 0; i < 16; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    const Ring now = ring;
+    m = w.after(m);
+    if (m == w.m_first) head++;
+    ring.next(STAGES);
+    if (!last) {
+      load(ring, m);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    touch(dk);
+    touch(dv);
+    if (lane == 0) {
+      mbarrier_arrive(base + BAR_Q_EMPTY + 8 * now.stage);
+      mbarrier_arrive(base + BAR_DO_EMPTY + 8 * now.stage);
+    }
+    left--;
+  };
+
+  mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
+  mbarrier_wait(base + BAR_V, 0);
+#if VARIABLE
+  zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
+  zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
+#endif
+  dependency_wait();
+  if (left > 0) {
+    load(ring, m);
+    int buffer = 0;
+#pragma unroll 1
+    for (; left > 1; buffer ^= 1) step(buffer, False());
+    step(buffer, True());
+  }
+
+  barrier_sync(ID_DS, 256);  // K and V are free
+  u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + key0 * p.dv_stride_s + part * 128;
+  u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + key0 * p.dk_stride_s + part * 128;
+  const u32 stage = part * (2 * BLOCK_N * 128);
+  store_gradient<128>(dv, 1.f, base + S_V + stage, BLOCK_N * 128, dv_to, p.dv_stride_s, keys, (int)p.head_dim_v - part * 128, warp, lane);
+  store_gradient<128>(dk, softmax_scale, base + S_K + stage, BLOCK_N * 128, dk_to, p.dk_stride_s, keys, (int)p.head_dim - part * 128, warp,
+                      lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_backward_sm90_wide(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
+                                 const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
+                                 const __grid_constant__ TMap map_do) {
+  extern __shared__ unsigned char memory[];
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  if (threadIdx.x == 0) init_barriers(base);
+  __syncthreads();
+  dependency_launch();
+  const Work w = work_of(p, blockIdx.x);
+  if (w.n * BLOCK_N >= w.seen.keys) {
+    hide(p, w);
+    return;
+  }
+  if (warpgroup == 0) {
+    registers_give<24>();
+    if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
+  } else {
+    registers_take<240>();
+    consume(p, w, base, warpgroup - 1);
+  }
+}
