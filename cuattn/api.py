@@ -199,7 +199,7 @@ def _forward(arguments: dict[str, Any]) -> Any:
 def _vjp(arguments: dict[str, Any]) -> tuple[Any, Pullback]:
     made, return_lse = _make(arguments), arguments["return_lse"]
     if isinstance(made, tuple):
-        return _jax().flash_attention_vjp(*made, return_lse)  # type: ignore[no-any-return]
+        return _jax().flash_attention_vjp(*made, return_lse)
     out, lse = made.forward()
     given = call.wanted(made)
 

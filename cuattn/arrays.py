@@ -50,7 +50,7 @@ def adapter(library: str) -> Adapter:
     """The adapter of "numpy", "cupy" or "jax"."""
     if library not in _adapters:
         _adapters[library] = import_module(".interop.adapters", __package__).load(library)
-    return _adapters[library]  # type: ignore[no-any-return]
+    return _adapters[library]
 
 
 def adopt(name: str, x: Any) -> tuple[str, Any]:
@@ -63,7 +63,7 @@ def adopt(name: str, x: Any) -> tuple[str, Any]:
         return library, x.astype(x.dtype.newbyteorder("="))
     if library in ("numpy", "cupy", "jax"):
         return library, x
-    return import_module(".interop.dlpack", __package__).adopt(name, x)  # type: ignore[no-any-return]
+    return import_module(".interop.dlpack", __package__).adopt(name, x)
 
 
 def give_back(x: Any, library: str) -> Any:

@@ -106,7 +106,7 @@ class Call:
         arrays = {**self.arrays, "out": out, "lse": lse, "dout": dout}
         if dlse is not None:
             arrays["dlse"] = adapter.contiguous(dlse, spec.accumulator)
-        return prepared(arrays)  # type: ignore[no-any-return]
+        return prepared(arrays)
 
     def incoming(self, dout: Any, dlse: Any) -> tuple[Any, Any]:
         """The incoming gradients, adopted and checked against out and LSE."""
@@ -141,9 +141,7 @@ class Call:
 _OPERANDS = frozenset((*STRIDED, *FLOAT_VECTORS, *INTEGER_VECTORS))
 _NOT_COMPARED = frozenset(("dropout_seed", "return_lse"))
 _PLAIN = (type(None), bool, int, float, str, tuple)
-_columns: dict[
-    int, tuple[Any, Any]
-] = {}  # getters of operands and of options, by a function's argument count
+_columns: dict[int, tuple[Any, Any]] = {}  # getters of operands and options, by how many arguments there are
 _describe: dict[type, Callable[[Any], Any]] = {int: int}  # Adapter.key of the array types met so far
 _made: dict[tuple[Any, ...], Call] = {}
 
@@ -152,11 +150,12 @@ def _key(arguments: Arguments) -> tuple[Any, ...]:
     """All that decides what a call leads to, values of arrays apart; ``KeyError`` for a new array type."""
     columns = _columns.get(len(arguments))
     if columns is None:
-        options = [name for name in arguments if name not in _OPERANDS | _NOT_COMPARED]
         operands = [name for name in arguments if name in _OPERANDS]
-        columns = _columns[len(arguments)] = operator.itemgetter(*operands), operator.itemgetter(*options)
-    operands, options = columns
-    return options(arguments), *[x if x is None else _describe[type(x)](x) for x in operands(arguments)]
+        rest = [name for name in arguments if name not in _OPERANDS | _NOT_COMPARED]
+        columns = _columns[len(arguments)] = (operator.itemgetter(*operands), operator.itemgetter(*rest))
+    of_operands, of_options = columns
+    given = [x if x is None else _describe[type(x)](x) for x in of_operands(arguments)]
+    return of_options(arguments), *given
 
 
 def repeat(arguments: Arguments) -> Call | None:
@@ -224,7 +223,7 @@ def make(named: Mapping[str, Any], options: Options, backend: str | None) -> Cal
         arrays[name] = _normal(name, x, adapter)
     options = _check_values(arrays, options, adapter)
     home_device = device
-    target = _ELSEWHERE.get((backend, library))
+    target = _ELSEWHERE.get((backend or "", library))
     if target is not None:
         backends.select(backend, target)  # says what is missing before the arrays move
         adapter = arrays_.adapter(target)

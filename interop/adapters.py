@@ -40,7 +40,7 @@ class Adapter(Protocol):
 
 
 def alignment(address: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """The largest power of two, 16 at most, that divides the address and every stride but the last, in bytes."""
+    """The largest power of two up to 16 that divides the address and all strides but the last, in bytes."""
     bits = address | 16
     for stride in strides[:-1]:
         bits |= stride * itemsize
@@ -89,7 +89,7 @@ class NumpyAdapter(_Strided):
     library = "numpy"
 
     def address(self, x: Any) -> int:
-        return x.__array_interface__["data"][0]  # type: ignore[no-any-return]
+        return x.__array_interface__["data"][0]
 
     def device(self, x: Any) -> None:
         return None
@@ -117,10 +117,10 @@ class CupyAdapter(_Strided):
     library = "cupy"
 
     def address(self, x: Any) -> int:
-        return x.data.ptr  # type: ignore[no-any-return]
+        return x.data.ptr
 
     def device(self, x: Any) -> int:
-        return x.data.device_id  # type: ignore[no-any-return]
+        return x.data.device_id
 
     def key(self, x: Any) -> tuple[Any, ...]:
         data = x.data

@@ -4,7 +4,8 @@
 //
 // Defines: HEAD_DIM, HEAD_DIM_V (multiples of 32), BLOCK_M, BLOCK_N, NUM_WARPS, STAGES (1: K and V in one buffer each, each
 // loaded while the other is worked on; 2: both doubled, one barrier a step), Q_IN_REGISTERS, MIN_BLOCKS (CTAs an SM),
-// WHOLE_D (the head dims are the compile-time ones), TIE_SUMS (see tie), and the features of config.cuh.
+// WHOLE_D (the head dims are the compile-time ones), TIE_SUMS (k steps from one tie() to the next; 0: none), and the
+// features of config.cuh.
 // Params: aux0-2 bitmap strides (mask.cuh), aux3 heads in an L2 section (schedule.cuh).
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -121,7 +122,7 @@ DEVICE void absorb(const Work& w, State& state, Acc<M, N>& s, int n, int stage) 
     state.softmax.weigh(s, c, 2 * k, 2 * k + 2);
 #endif
     FragmentA<M> a = to_a(s, k);
-    if (TIE_SUMS && k % 2 == 1) tie(a, state.softmax);
+    if (TIE_SUMS && (k + 1) % max(TIE_SUMS, 1) == 0) tie(a, state.softmax);
 #if SCATTERED
     mma_step_nn<TileV, M, ND, true>(state.out, a, v_lane, k, 0, seen.keep[k][0], seen.keep[k][1]);
 #else

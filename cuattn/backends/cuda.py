@@ -51,12 +51,12 @@ def _choose(modules: tuple[str, ...], spec: AttentionSpec, device: Device) -> An
 
 def forward_program(spec: AttentionSpec, device: Device) -> Program:
     """The forward of a spec on a device: out and lse from the operands."""
-    return _choose(FORWARD, spec, device).forward(spec, device)  # type: ignore[no-any-return]
+    return _choose(FORWARD, spec, device).forward(spec, device)
 
 
 def backward_program(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
     """The backward of a spec on a device for the gradients named in ``wants`` (of ``spec.GRADIENTS``)."""
-    return _choose(BACKWARD, spec, device).backward(spec, device, wants)  # type: ignore[no-any-return]
+    return _choose(BACKWARD, spec, device).backward(spec, device, wants)
 
 
 def program(spec: AttentionSpec, device: Device, wants: frozenset[str] | None) -> Program:
@@ -243,7 +243,7 @@ class Prepared:
         self._launch(addresses, arrays["dropout_seed"] if self._seeded else 0, self._stream().ptr)
         return outputs
 
-    def _launch(self, addresses: list[int], seed: int | Any, stream: int) -> None:
+    def _launch(self, addresses: list[int], seed: Any, stream: int) -> None:
         driver = _driver()
         try:
             calls = self._own.calls
@@ -259,9 +259,9 @@ class Prepared:
             for word, at in pointers:
                 words[word] = addresses[at]
             if seeded:
-                on_device = not isinstance(seed, int)
-                words[_SEED_POINTER] = seed.data.ptr if on_device else 0
-                words[_SEED_VALUE] = 0 if on_device else seed
+                given = isinstance(seed, int)
+                words[_SEED_POINTER] = 0 if given else seed.data.ptr
+                words[_SEED_VALUE] = seed if given else 0
             for argument, number, tensor_map, at in maps:
                 address = addresses[at]
                 found = self._maps.get((number, address)) or self._map(number, tensor_map, address)

@@ -1,4 +1,4 @@
-"""The mma.sync family (``kernels_cu/fwd.cu``, ``bwd.cu``): float16 and bfloat16 on sm_75 and newer, every feature.
+"""The mma.sync family: float16 and bfloat16 on sm_75 and newer, every feature; the forward (``fwd.cu``).
 
 Pure: a spec and a device description in, a ``Program`` out. The backward's program is ``mma_backward``'s.
 """
@@ -40,12 +40,16 @@ def featured(spec: AttentionSpec) -> bool:
 
 
 def tile(spec: AttentionSpec, device: Device) -> Tile:
-    """The first row of the table that the head dims and the device's shared memory allow."""
+    """The first row of the table that is for the call and fits into the device's shared memory."""
     d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v)
+    masked = spec.variable or common.hides_left(spec) or common.hides_right(spec)
+    reserved = 1024 if device.arch >= 80 else 0  # bytes of a block's shared memory that the system takes
     for row in FORWARD_FEATURED if featured(spec) else FORWARD:
+        for_call = max(d, dv) <= row.head_dim and row.masked in (None, masked)
         size = row.shared_memory(d, dv)
-        together = row.min_blocks == 1 or row.min_blocks * (size + 1024) <= device.shared_memory_per_sm
-        if max(d, dv) <= row.head_dim and together and size <= device.shared_memory_per_block:
+        together = row.min_blocks == 1 or row.min_blocks * (size + reserved) <= device.shared_memory_per_sm
+        fits = together and size <= device.shared_memory_per_block
+        if for_call and fits and (not row.archs or device.arch in row.archs):
             return row
     raise AssertionError(f"no tile for head dims {d}, {dv} on {device.name}")
 
@@ -57,7 +61,7 @@ def kernel(spec: AttentionSpec, t: Tile) -> Kernel:
         "ALIGNED": int(common.aligned(spec, "q", "k", "v")),
         "HEAD_DIM": d, "HEAD_DIM_V": dv, "WHOLE_D": int((d, dv) == (spec.head_dim, spec.head_dim_v)),
         "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "NUM_WARPS": t.num_warps, "STAGES": t.stages,
-        "Q_IN_REGISTERS": int(t.q_in_registers), "TIE_SUMS": int(t.block_m > 16 * t.num_warps),
+        "Q_IN_REGISTERS": int(t.q_in_registers), "TIE_SUMS": t.tie if t.block_m > 16 * t.num_warps else 0,
         "MIN_BLOCKS": t.min_blocks,
     }  # fmt: skip
     return Kernel("fwd", "fwd", tuple(defines.items()))

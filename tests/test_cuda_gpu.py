@@ -1,0 +1,152 @@
+"""Each CUDA family on the case table, forward and every gradient, whether or not a call would choose it.
+
+On the GPU as it is, and through PTX of older architectures that the driver translates. Outputs and workspace
+hold NaN before a program runs: what it does not write is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+
+from cuattn import device, jit
+from cuattn.backends import cuda
+from cuattn.device import Device
+from cuattn.program import Launch, Program
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+FAMILIES = [
+    ("mma", "bfloat16"), ("mma", "float16"), ("sm90", "bfloat16"), ("sm90", "float16"),
+    ("wide", "float32"), ("wide", "float64"),
+]  # fmt: skip
+BIG = [
+    cases._dense("many_tiles_causal", 600, 700, 128, options={"causal": True}),
+    cases._dense("many_tiles", 513, 640, 64),
+    cases._dense("many_tiles_256", 300, 400, 256),
+    cases._dense("many_tiles_window", 700, 700, 128, options={"window_size": (100, 30)}),
+    cases._dense("many_tiles_mask", 300, 400, 64, operands={"mask": (2, 1, 300, 400)}),
+    cases._dense("many_tiles_segments", 300, 400, 128, operands={"segments": ()}),
+    cases._dense("many_tiles_everything", 300, 400, 128, **{
+        name: getattr(cases.BY_NAME["sinks"], name) for name in ("operands", "options")
+    }),
+]  # fmt: skip
+THIN = (
+    "causal", "causal_empty_rows", "one_query", "head_dim_17_by_5", "head_dim_128_by_64", "head_dim_256",
+    "mqa", "window_causal", "softcap", "alibi", "sinks", "bias", "bias_rows", "mask", "segments", "q_seqlens",
+    "dropout", "deterministic", "everything", "varlen_everything",
+)  # fmt: skip
+OLDER = device.forced_arch() is not None  # in the subprocess of test_older_architectures
+CASES = [cases.BY_NAME[name] for name in THIN] + BIG[:4] if OLDER else cases.CASES + BIG
+
+
+def programs(case: cases.Case, family: str, dtype: str, model: Device) -> dict[str, Program]:
+    """The family's programs of a case, as far as it takes them."""
+    problem = cases.build(case, dtype)
+    found = {}
+    forward, backward = (import_module(f"cuattn.families.{family}{part}") for part in ("", "_backward"))
+    if forward.refuses(problem.spec, model) is None:
+        found["forward"] = forward.forward(problem.spec, model)
+    spec = replace(problem.spec, dlse=True)
+    if backward.refuses(spec, model) is None:
+        wants = frozenset(name for name in ("q", "k", "v", "bias", "sinks") if name in problem.arrays)
+        found["backward"] = backward.backward(spec, model, wants)
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
+def family(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A family and a dtype, everything compiled."""
+    name, dtype = request.param
+    model = device.query(0)
+    found = [p for case in CASES for p in programs(case, name, dtype, model).values()]
+    kernels = {s.kernel: None for p in found for s in p.steps if isinstance(s, Launch)}
+    if not kernels:
+        pytest.skip(f"{name} takes no {dtype} on sm_{model.arch}")
+    jit.compile_all((kernel, model.arch) for kernel in kernels)
+    return name, dtype
+
+
+def poison(what: Program) -> None:
+    """Fill the memory that the program's buffers will get with NaN."""
+    sizes = [cuda._bytes(b) for b in what.outputs]
+    sizes.append(sum(-(-cuda._bytes(b) // 256) * 256 for b in what.workspace))
+    held = [cupy.full((size,), 0xFF, cupy.uint8) for size in sizes if size]
+    del held
+
+
+def run(what: Program, arrays: dict[str, Any]) -> dict[str, Any]:
+    prepared = cuda.prepare_program(what, 0)
+    poison(what)
+    return prepared(arrays)
+
+
+def host(x: Any) -> Any:
+    return np.asarray(cupy.asnumpy(x), np.float64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(family: tuple[str, str], case: cases.Case) -> None:
+    name, dtype = family
+    problem = cases.build(case, dtype)
+    found = programs(case, name, dtype, device.query(0))
+    if not found:
+        pytest.skip(f"{name} does not take it")
+    arrays = {n: cupy.asarray(x) for n, x in problem.arrays.items()}
+    if "dropout_seed" in problem.options:
+        arrays["dropout_seed"] = problem.options["dropout_seed"]
+    if "forward" in found:
+        results = run(found["forward"], arrays)
+        cases.check_forward(problem, host(results["out"]), host(results["lse"]))
+        again = run(found["forward"], arrays)
+        assert all(x.tobytes() == again[n].tobytes() for n, x in results.items())
+    else:
+        out, lse = cases.reference.attention(problem.spec, problem.oracle_arrays)
+        small = np.float64 if dtype == "float64" else np.float32
+        results = {
+            "out": cupy.asarray(out.astype(problem.arrays["q"].dtype)),
+            "lse": cupy.asarray(lse.astype(small)),
+        }
+    if "backward" in found:
+        incoming = {"dout": cupy.asarray(problem.dout), "dlse": cupy.asarray(problem.dlse)}
+        gradients = run(found["backward"], {**arrays, **results, **incoming})
+        cases.check_backward(problem, {n[1:]: host(x) for n, x in gradients.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER, reason="runs this file again")
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_86"])
+def test_older_architectures(arch: str) -> None:
+    """A thinner table on the paths of older GPUs."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        __file__,
+        "-k",
+        "test_case",
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "CUATTN_ARCH": arch},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
