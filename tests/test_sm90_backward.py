@@ -1,4 +1,4 @@
-"""Hopper's backward family without a GPU: what it refuses, its tiles, its program, the turns that CTAs take."""
+"""Hopper's backward family without a GPU: its refusals, its tiles, its program, the turns that CTAs take."""
 
 from __future__ import annotations
 
