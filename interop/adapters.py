@@ -76,13 +76,12 @@ class _Strided:
         return Signature(x.dtype.name, x.shape, strides, alignment(self.address(x), strides, itemsize))
 
     def unit_stride(self, x: Any) -> Any:
-        last = x.ndim - 1
-        odd = any(s % x.dtype.itemsize for s in x.strides)
-        return (
-            x
-            if last >= 0 and not odd and (x.strides[last] == x.dtype.itemsize or x.shape[last] == 1)
-            else x.copy()
-        )
+        strides, itemsize = x.strides, x.dtype.itemsize
+        adjacent = bool(strides) and (strides[-1] == itemsize or x.shape[-1] == 1)
+        return x if adjacent and not any(s % itemsize for s in strides) else self.copy(x)
+
+    def copy(self, x: Any) -> Any:
+        return x.copy()
 
 
 class NumpyAdapter(_Strided):
@@ -129,14 +128,16 @@ class CupyAdapter(_Strided):
     def contiguous(self, x: Any, dtype: str) -> Any:
         import cupy
 
+        if x.flags.c_contiguous and x.dtype == self._dtypes[dtype]:
+            return x
         with cupy.cuda.Device(self.device(x)):
             return cupy.ascontiguousarray(x, self._dtypes[dtype])
 
-    def unit_stride(self, x: Any) -> Any:
+    def copy(self, x: Any) -> Any:
         import cupy
 
         with cupy.cuda.Device(self.device(x)):
-            return super().unit_stride(x)
+            return x.copy()
 
     def from_sequence(self, values: Any, dtype: str, like: Any) -> Any:
         import cupy
