@@ -17,6 +17,7 @@ from ..errors import argument_error
 from . import jax_primitives as primitives
 from . import xla_ffi
 from .jax_operands import array, canonical
+from .jax_parallel import ring_attention, ulysses_attention, zigzag_order
 from .jaxcompat import vary_alike
 
 
@@ -184,4 +185,13 @@ def register() -> None:
             xla_ffi.register("cpu" if platform == "cpu" else "cuda")
 
 
-__all__ = ["attention_fn", "dot_product_attention", "flash_attention", "flash_attention_vjp", "register"]
+__all__ = [
+    "attention_fn",
+    "dot_product_attention",
+    "flash_attention",
+    "flash_attention_vjp",
+    "register",
+    "ring_attention",
+    "ulysses_attention",
+    "zigzag_order",
+]

@@ -30,10 +30,24 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     cast = []
     for x, axes in zip(arrays, found, strict=True):
         missing = tuple(sorted(union - axes))
-        if missing:
-            pcast = getattr(jax.lax, "pcast", None)
-            x = pcast(x, missing, to="varying") if pcast else jax.lax.pvary(x, missing)
-        cast.append(x)
+        cast.append(_cast(x, missing) if missing else x)
+    return cast
+
+
+def _cast(x: Any, axes: tuple[Any, ...]) -> Any:
+    pcast = getattr(jax.lax, "pcast", None)
+    return pcast(x, axes, to="varying") if pcast else jax.lax.pvary(x, axes)
+
+
+def varying_over(arrays: Sequence[Any], axis_name: Any) -> list[Any]:
+    """Cast arrays inside ``shard_map`` to vary over one more axis (or several)."""
+    if not hasattr(jax, "typeof"):
+        return list(arrays)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    cast = []
+    for x in arrays:
+        missing = tuple(n for n in names if n not in varying_axes(x))
+        cast.append(_cast(x, missing) if missing else x)
     return cast
 
 
