@@ -25,10 +25,6 @@ from cuattn.program import Launch, Program
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-FAMILIES = [
-    ("mma", "bfloat16"), ("mma", "float16"), ("sm90", "bfloat16"), ("sm90", "float16"),
-    ("wide", "float32"), ("wide", "float64"),
-]  # fmt: skip
 BIG = [
     cases._dense("many_tiles_causal", 600, 700, 128, options={"causal": True}),
     cases._dense("many_tiles", 513, 640, 64),
@@ -36,17 +32,29 @@ BIG = [
     cases._dense("many_tiles_window", 700, 700, 128, options={"window_size": (100, 30)}),
     cases._dense("many_tiles_mask", 300, 400, 64, operands={"mask": (2, 1, 300, 400)}),
     cases._dense("many_tiles_segments", 300, 400, 128, operands={"segments": ()}),
-    cases._dense("many_tiles_everything", 300, 400, 128, **{
-        name: getattr(cases.BY_NAME["sinks"], name) for name in ("operands", "options")
-    }),
+    cases._dense(
+        "many_tiles_features", 300, 400, 128, options={"causal": True, "softcap": 5.0},
+        operands={"bias": (1, 4, 300, 400), "alibi_slopes": (4,), "sinks": (4,), "kv_seqlens": (400, 177)},
+    ),
 ]  # fmt: skip
 THIN = (
     "causal", "causal_empty_rows", "one_query", "head_dim_17_by_5", "head_dim_128_by_64", "head_dim_256",
     "mqa", "window_causal", "softcap", "alibi", "sinks", "bias", "bias_rows", "mask", "segments", "q_seqlens",
     "dropout", "deterministic", "everything", "varlen_everything",
 )  # fmt: skip
-OLDER = device.forced_arch() is not None  # in the subprocess of test_older_architectures
-CASES = [cases.BY_NAME[name] for name in THIN] + BIG[:4] if OLDER else cases.CASES + BIG
+# in a subprocess of test_older_architectures: its share of the thin table
+OLDER = device.forced_arch() is not None
+SHARD, SHARDS = map(int, os.environ.get("CUATTN_TEST_SHARD", "0/1").split("/"))
+SHORT = ([cases.BY_NAME[name] for name in THIN] + BIG[:4])[SHARD::SHARDS]
+LONG = SHORT if OLDER else cases.CASES + BIG
+TABLE = [
+    *(("mma", "bfloat16", case) for case in LONG),
+    *(("mma", "float16", case) for case in SHORT),
+    *(("wide", "float32", case) for case in LONG),
+]
+if not OLDER:
+    TABLE += [("sm90", "bfloat16", case) for case in LONG] + [("sm90", "float16", case) for case in SHORT]
+    TABLE += [("wide", "float64", case) for case in LONG]
 
 
 def programs(case: cases.Case, family: str, dtype: str, model: Device) -> dict[str, Program]:
@@ -63,17 +71,13 @@ def programs(case: cases.Case, family: str, dtype: str, model: Device) -> dict[s
     return found
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
-def family(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """A family and a dtype, everything compiled."""
-    name, dtype = request.param
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Everything compiled side by side."""
     model = device.query(0)
-    found = [p for case in CASES for p in programs(case, name, dtype, model).values()]
+    found = [p for family, dtype, case in TABLE for p in programs(case, family, dtype, model).values()]
     kernels = {s.kernel: None for p in found for s in p.steps if isinstance(s, Launch)}
-    if not kernels:
-        pytest.skip(f"{name} takes no {dtype} on sm_{model.arch}")
     jit.compile_all((kernel, model.arch) for kernel in kernels)
-    return name, dtype
 
 
 def poison(what: Program) -> None:
@@ -94,13 +98,13 @@ def host(x: Any) -> Any:
     return np.asarray(cupy.asnumpy(x), np.float64)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(family: tuple[str, str], case: cases.Case) -> None:
-    name, dtype = family
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("family", "dtype", "case"), TABLE, ids=str)
+def test_case(family: str, dtype: str, case: cases.Case) -> None:
     problem = cases.build(case, dtype)
-    found = programs(case, name, dtype, device.query(0))
+    found = programs(case, family, dtype, device.query(0))
     if not found:
-        pytest.skip(f"{name} does not take it")
+        pytest.skip(f"{family} does not take it")
     arrays = {n: cupy.asarray(x) for n, x in problem.arrays.items()}
     if "dropout_seed" in problem.options:
         arrays["dropout_seed"] = problem.options["dropout_seed"]
@@ -126,27 +130,14 @@ def test_case(family: tuple[str, str], case: cases.Case) -> None:
 @pytest.mark.skipif(OLDER, reason="runs this file again")
 @pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_86"])
 def test_older_architectures(arch: str) -> None:
-    """A thinner table on the paths of older GPUs."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-        __file__,
-        "-k",
-        "test_case",
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "CUATTN_ARCH": arch},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    """A thinner table on the paths of older GPUs; several processes, since the driver translates for long."""
+    shards = min(8, os.cpu_count() or 1)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", "test_case"]
+    running = []
+    for i in range(shards):
+        environment = {**os.environ, "CUATTN_ARCH": arch, "CUATTN_TEST_SHARD": f"{i}/{shards}"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen([*command, __file__], env=environment, **pipes))
+    for process in running:
+        output, _ = process.communicate(timeout=800)
+        assert process.returncode == 0 and " passed" in output, output[-6000:]
