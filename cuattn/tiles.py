@@ -72,6 +72,7 @@ class BackwardTile:
     stages: int
     dq_warps_m: int
     min_blocks: int = 1
+    dq_parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -107,10 +108,13 @@ BACKWARD = (
     BackwardTile(256, 64, 64, 4, 2, 32, 2, 2, 1),  # 209 KB
     BackwardTile(256, 64, 64, 4, 2, 32, 1, 2, 1),  # sm_80: 145 KB
     BackwardTile(256, 32, 32, 2, 2, 16, 1, 2, 1),  # sm_86, sm_89: 68 KB
+    BackwardTile(256, 32, 16, 1, 2, 16, 1, 2, 1, 2),  # sm_75: 51 KB
 )
 
-# bwd_dbias.cu: four strips of keys; only block_m and block_n count, and shared memory, which has no dS.
+# bwd_dbias.cu: only block_m, block_n and warps_n count, and shared memory, which has no dS.
 BACKWARD_BIAS = (
     BackwardTile(128, 64, 64, 4, 1, 64, 1, 4),
-    BackwardTile(256, 32, 64, 4, 1, 32, 1, 4),
+    BackwardTile(256, 32, 64, 4, 1, 32, 1, 2),
+    BackwardTile(256, 16, 64, 4, 1, 16, 1, 1),  # sm_86, sm_89: 84 KB
+    BackwardTile(256, 16, 32, 2, 1, 16, 1, 1),  # sm_75: 51 KB
 )

@@ -22,12 +22,14 @@
 #define DT_V (HEAD_DIM_V / WARPS_M / 8)
 #define DQ_WARPS_D (WARPS_N * WARPS_M / DQ_WARPS_M)
 #define DQ_MT (BLOCK_M / DQ_WARPS_M / 16)
-#define DQ_DT (HEAD_DIM / DQ_WARPS_D / 8)
+#ifndef DQ_PARTS
+#define DQ_PARTS 1  // column parts of dQ that follow one another, where registers do not hold all
+#endif
+#define DQ_DT (HEAD_DIM / DQ_PARTS / DQ_WARPS_D / 8)
 
 static_assert(KEYS % 16 == 0 && QUERIES % SUB_M == 0 && SUB_M % 16 == 0, "warps own whole 16 x 16 patches");
-static_assert(HEAD_DIM % (16 * DQ_WARPS_D) == 0 && BLOCK_M % (16 * DQ_WARPS_M) == 0, "so do they of dQ");
+static_assert(HEAD_DIM / DQ_PARTS % (16 * DQ_WARPS_D) == 0 && BLOCK_M % (16 * DQ_WARPS_M) == 0, "so do they of dQ");
 static_assert(THREADS >= 2 * BLOCK_M, "a thread copies one element of LSE or delta");
-static_assert(!DROPOUT || BLOCK_N % 32 == 0, "Philox calls serve 32 columns");
 
 using QTile = Tile<BLOCK_M, HEAD_DIM>;
 using DoTile = Tile<BLOCK_M, HEAD_DIM_V>;
@@ -46,6 +48,7 @@ using STile = Tile<BLOCK_N, BLOCK_M>;  // P and dS, transposed
 // Row of shared memory, in rows of tile T, where SMEM_* starts: added to a patch's row it costs no register.
 #define ROW_OF(T, start) ((start) / T::kRowBytes)
 static_assert(SMEM_LSE % 1024 == 0, "tiles start on whole rows");
+static_assert(DQ_PARTS == 1 || HEAD_DIM / DQ_PARTS % KTile::kPage == 0, "parts are whole pages");
 
 // c += a b for one k step whose rows of TB start at `row`; the columns are every STRIDE-th 16 from `base` on.
 template <typename TB, int STRIDE, int M, int N>
@@ -62,28 +65,16 @@ DEVICE void mma_step_strided(Acc<M, N>& c, const FragmentA<M>& a, u32 base, int 
   }
 }
 
-// Hides where a value comes from: what follows from it is computed again rather than kept in registers.
-DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-// The value that all lanes hold, in a uniform register where there are some.
-DEVICE int uniform(int x) {
-#if __CUDA_ARCH__ >= 800
-  asm("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(x) : "r"(x));
-#endif
-  return x;
-}
-
 // What one block of threads works on: keys [first_key, last_key) of an entry, for the q heads from `head` on.
 struct Work {
   Entry entry;
   int head_kv, head;
   int block, first_key, last_key;
-  Range rows;   // that see some of these keys
-  int first_m;  // first block of queries
-  int blocks_m;
+  Range rows;  // that see some of these keys
+
+  // Blocks of those rows, from the first to the one behind the last.
+  DEVICE int first_m() const { return rows.first / BLOCK_M; }
+  DEVICE int end_m() const { return (rows.last + BLOCK_M - 1) / BLOCK_M; }
 };
 
 DEVICE Work load_work(const Params& p, int block) {
@@ -100,8 +91,6 @@ DEVICE Work load_work(const Params& p, int block) {
   w.first_key = w.block * BLOCK_N;
   w.last_key = min(w.first_key + BLOCK_N, w.entry.seqlen_kv);
   w.rows = query_range(w.entry, w.first_key, w.last_key);
-  w.first_m = w.rows.first / BLOCK_M;
-  w.blocks_m = w.rows.last > w.rows.first ? (w.rows.last + BLOCK_M - 1) / BLOCK_M - w.first_m : 0;
   return w;
 }
 
@@ -109,18 +98,18 @@ DEVICE Work load_work(const Params& p, int block) {
 struct Queries {
   const u16* q;
   const u16* dout;
-  const float* sums;  // the thread's element of LSE or delta
+  i64 sums;  // the block's first element in LSE and delta
   int head, m;
 
   DEVICE void start(const Params& p, const Work& w, int head_) {
     head = head_;
-    m = w.first_m;
+    m = w.first_m();
     const i64 row = (i64)m * BLOCK_M;
-    q = (const u16*)p.q + base_q(w.entry, head, p.q_stride_b, p.q_stride_h, p.q_stride_s) + row * p.q_stride_s;
-    dout = (const u16*)p.dout + base_q(w.entry, head, p.dout_stride_b, p.dout_stride_h, p.dout_stride_s) +
-           row * p.dout_stride_s;
-    sums = (const float*)(threadIdx.x < BLOCK_M ? p.lse : p.delta) +
-           base_q(w.entry, head, p.lse_stride_b, p.lse_stride_h, 1) + row + threadIdx.x % BLOCK_M;
+    Entry e = w.entry;
+    e.batch = opaque(e.batch);
+    q = (const u16*)p.q + base_q(e, head, p.q_stride_b, p.q_stride_h, p.q_stride_s) + row * p.q_stride_s;
+    dout = (const u16*)p.dout + base_q(e, head, p.dout_stride_b, p.dout_stride_h, p.dout_stride_s) + row * p.dout_stride_s;
+    sums = base_q(e, head, p.lse_stride_b, p.lse_stride_h, 1) + row;
   }
 
   // Whether the block's tile holds anything, as far as mask and segments go.
@@ -138,7 +127,7 @@ struct Queries {
       q += BLOCK_M * p.q_stride_s;
       dout += BLOCK_M * p.dout_stride_s;
       sums += BLOCK_M;
-      if (m == w.first_m + w.blocks_m) {
+      if (m == w.end_m()) {
         if (head + 1 == w.head + (int)p.aux7) return false;
         start(p, w, head + 1);
       }
@@ -155,7 +144,8 @@ struct Queries {
                                              (int)p.head_dim_v, thread);
     if (thread < 2 * BLOCK_M) {
       const int row = thread % BLOCK_M;
-      cp_async4(smem + SMEM_LSE + stage * (2 * BLOCK_M * 4) + thread * 4, sums, row >= first && row < last);
+      const float* from = (const float*)(thread < BLOCK_M ? p.lse : p.delta) + sums + row;
+      cp_async4(smem + SMEM_LSE + stage * (2 * BLOCK_M * 4) + thread * 4, from, row >= first && row < last);
     }
     cp_async_commit();
   }
@@ -200,11 +190,10 @@ DEVICE int turn_of(const Params& p, const Work& w, int head, int m) {
 }
 
 #if WANT_DQ
-// dQ of a block of queries += dS K.
-DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
+// Columns of dQ of a block of queries += dS K: every DQ_WARPS_D-th 16 of a part.
+DEVICE void add_dq_part(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
   Acc<DQ_MT, DQ_DT> dq;
   dq.zero();
-  const int strip = warp % DQ_WARPS_M * DQ_MT, part = warp / DQ_WARPS_M;
 #pragma unroll
   for (int k = 0; k < BLOCK_N / 16; k++) {
     FragmentA<DQ_MT> a;
@@ -212,7 +201,8 @@ DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane
     for (int m = 0; m < DQ_MT; m++) ldmatrix_x4_trans(a.r[m], STile::patch(s_columns, ROW_OF(STile, SMEM_DS) + 16 * k, 16 * m));
     mma_step_strided<KTile, 16 * DQ_WARPS_D>(dq, a, k_columns, ROW_OF(KTile, SMEM_K) + 16 * k);
   }
-  float* piece = tile + (strip * (HEAD_DIM / 8) + 2 * part) * 128;
+  const int strip = warp % DQ_WARPS_M * DQ_MT;
+  float* piece = tile + (strip * (HEAD_DIM / 8) + 2 * (warp / DQ_WARPS_M)) * 128;
 #pragma unroll
   for (int m = 0; m < DQ_MT; m++) {
 #pragma unroll
@@ -228,9 +218,18 @@ DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane
     }
   }
 }
+
+DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
+#pragma unroll 1
+  for (int part = 0; part < DQ_PARTS; part++) {
+    add_dq_part(s_columns, k_columns, tile, warp, lane);
+    k_columns += HEAD_DIM / DQ_PARTS / KTile::kPage * KTile::kPageBytes;
+    tile += HEAD_DIM / DQ_PARTS * 16;
+  }
+}
 #endif
 
-// Writes a gradient of the block's keys: to `accum`, the float32 partial sums of a q head, where there is one, else rounded
+// Writes a gradient of the block's keys: to `accum`, float32 sums over some of a group's q heads, where there is one, else rounded
 // through `stage`, a tile of shared memory that is free, to `to`.
 template <typename T, int N>
 DEVICE void store_gradient(Acc<MT, N>& c, float factor, u32 stage, u16* to, i64 stride, float* accum, int rows, int columns,
@@ -279,7 +278,8 @@ DEVICE void store_gradients(const Params& p, Acc<MT, DT>& dk, Acc<MT, DT_V>& dv,
   const u32 smem = smem_address(shared);
   const int rows = min(BLOCK_N, rows_kv(p, w.entry) - w.first_key);
   const bool partial = p.aux7 != p.heads_q / p.heads_kv;
-  const i64 accum_row = ((VARLEN ? 0 : w.entry.batch) * p.heads_q + w.head) * p.aux6 + w.entry.start_kv + w.first_key;
+  const i64 part = ((VARLEN ? 0 : w.entry.batch) * p.heads_q + w.head) / p.aux7;
+  const i64 accum_row = part * p.aux6 + w.entry.start_kv + w.first_key;
 #if WANT_DK
   u16* to_dk = (u16*)p.dk + base_kv(w.entry, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) +
                w.first_key * p.dk_stride_s;
@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd(const __gr
   dv.zero();
 
   Queries ahead;  // the block that is copied last
-  bool more = w.blocks_m > 0;
+  bool more = w.rows.last > w.rows.first;
   if (more) {
     ahead.start(p, w, w.head);
     more = ahead.live(p, w) || ahead.advance(p, w);
@@ -361,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd(const __gr
 #endif
     const u32 q_stage = stage * QTile::kBytes, do_stage = stage * DoTile::kBytes;
     const int row0 = m * BLOCK_M;
-    const Range whole = query_range_of_all(w.entry, w.first_key, w.first_key + BLOCK_N);
+    const Range whole = query_range_of_all(w.entry, opaque(w.first_key), opaque(w.first_key) + BLOCK_N);
     const bool bounded = MASK || SEGMENTS || w.first_key + BLOCK_N > w.entry.seqlen_kv || row0 < whole.first ||
                          row0 + BLOCK_M > min(whole.last, w.rows.last);
 #pragma unroll UNROLL_SUB

@@ -113,15 +113,49 @@ DEVICE void clean_queries(u32 q, u32 dout, const float* lse) {
 #endif
 
 
+#if DROPOUT
+// What a thread's keys `key`, key + 8, key + 16 and key + 24 draw, modulo 32, for its queries `row` and row + 1. A Philox call
+// serves the keys of both parities; a thread has those of one, and the lane 4 away those of the other: each makes the call
+// of one query and hands half of it over.
+struct Draws {
+  u32 word[2][2];  // of query j: t = 0 and 1, t = 2 and 3
+
+  DEVICE void draw(const DropoutKey& dropout, int row, int key) {
+    const bool odd = key & 1;
+    const Philox4 call = dropout_words(dropout, row + odd, key);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 even_keys = __byte_perm(call.word[2 * i], call.word[2 * i + 1], 0x5410);
+      const u32 odd_keys = __byte_perm(call.word[2 * i], call.word[2 * i + 1], 0x7632);
+      const u32 mine = odd ? odd_keys : even_keys, theirs = __shfl_xor_sync(~0u, odd ? even_keys : odd_keys, 4);
+      word[0][i] = odd ? theirs : mine;
+      word[1][i] = odd ? mine : theirs;
+    }
+  }
+  // Query j, key 8 t of the group of 32 from `key` on; HALF: t counts from the 16 that `key` lies in.
+  template <bool HALF>
+  DEVICE u32 get(int j, int t, int key) const {
+    const u32 pair = HALF ? (key & 16 ? word[j][1] : word[j][0]) : word[j][t / 2];
+    return pair >> (16 * (t % 2)) & 0xffffu;
+  }
+};
+#endif
+
 // S -> P as dV takes it, dP -> dS as dQ and dK take it. The thread's first key is `key` and its first query `row`, of the
 // entry; `lse` and `delta` belong to `row`; rows from last_row on see nothing. BOUNDED: the tile crosses a diagonal or an end;
 // CAPPED: dS with the softcap's derivative.
 template <bool BOUNDED, bool CAPPED, int MT, int NT>
 DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scores& scores, int last_row, int key, int row,
                     const float* lse, const float* delta) {
+  static_assert(!DROPOUT || MT == 1 || MT % 2 == 0, "a thread's keys are half of a group of 32, or whole ones");
   const float unit = (TRANSFORM ? 1.f : scores.scale) * (float)LOG2E;
 #pragma unroll
   for (int n = 0; n < NT; n++) {
+#if DROPOUT
+    Draws draws[(MT + 1) / 2];
+#pragma unroll
+    for (int g = 0; g < (MT + 1) / 2; g++) draws[g].draw(scores.dropout, row + 8 * n, key + 32 * g);
+#endif
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int i = row + 8 * n + j;
@@ -130,9 +164,6 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
       const float d = delta[8 * n + j];
       const Range keys = key_range_of_row(scores.entry, i);
       const int first = keys.first - key, last = (i < last_row ? keys.last : 0) - key;
-#if DROPOUT
-      Philox4 words;
-#endif
 #pragma unroll
       for (int m = 0; m < MT; m++) {
 #pragma unroll
@@ -147,16 +178,15 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
           }
 #endif
           const float weight = seen ? exp2_fast(fmaf(x, unit, -lse2)) : 0.f;
-          float dweight = dp.x[m][n][2 * r + j];
+          const float dweight = dp.x[m][n][2 * r + j];
 #if DROPOUT
-          if (offset % 32 == 0) words = dropout_words(scores.dropout, i, key + offset);
-          const bool keep = dropout_draw(words, key + offset) < (u32)p.dropout_threshold;
-          dweight = keep ? dweight * (float)p.dropout_scale : 0.f;
+          const bool keep = draws[m / 2].template get<MT == 1>(j, 2 * (m % 2) + r, key) < (u32)p.dropout_threshold;
+          float ds = weight * fmaf(keep ? dweight : 0.f, (float)p.dropout_scale, -d);
           s.x[m][n][2 * r + j] = keep ? weight : 0.f;
 #else
+          float ds = weight * (dweight - d);
           s.x[m][n][2 * r + j] = weight;
 #endif
-          float ds = weight * (dweight - d);
           if (SOFTCAP && CAPPED) ds *= slope;
           if (BOUNDED || SCATTERED) ds = seen ? ds : 0.f;
           dp.x[m][n][2 * r + j] = ds;

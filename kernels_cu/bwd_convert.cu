@@ -1,5 +1,5 @@
 // After the backward's main kernel: float32 accumulators become gradients of the operands' dtype. bwd_dq scales dq_accum
-// into dq; bwd_reduce sums the partial dk and dv of a group's q heads in head order. No attention here.
+// into dq; bwd_reduce sums the partial dk and dv of a group of q heads in head order. No attention here.
 #include "bwd.cuh"
 
 #define THREADS 128
@@ -33,18 +33,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) bwd_dq(const __grid_consta
 }
 #endif
 
-// dst (batch, kv head, rows, columns) = sum over the group of accum (batch, q head, rows, PITCH), rows of the whole array.
+// dst (batch, kv head, rows, columns) = sum over parts of accum (batch, kv head, part, rows, PITCH), rows of the whole array.
 template <int PITCH>
 DEVICE void reduce_group(const Params& p, const float* accum, u16* dst, i64 stride_b, i64 stride_h, i64 stride_s, int columns) {
   const i64 rows = p.aux6;  // of the array: seqlen_kv, or of all sequences
   const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
-  const int chunk = (int)(i % (PITCH / 8)), group = (int)(p.heads_q / p.heads_kv);
+  const int chunk = (int)(i % (PITCH / 8)), parts = (int)(p.heads_q / p.heads_kv / p.aux7);
   const i64 row = i / (PITCH / 8) % rows, entry = i / (PITCH / 8) / rows;
   const i64 head = entry % p.heads_kv, batch = entry / p.heads_kv;
   if (batch >= (VARLEN ? 1 : p.batch)) return;
   float sum[8] = {};
-  for (int g = 0; g < group; g++) {
-    const float4* from = (const float4*)(accum + ((batch * p.heads_q + head * group + g) * rows + row) * PITCH + 8 * chunk);
+  for (int part = 0; part < parts; part++) {
+    const float4* from =
+        (const float4*)(accum + (((batch * p.heads_kv + head) * parts + part) * rows + row) * PITCH + 8 * chunk);
     const float4 a = from[0], b = from[1];
     const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll

@@ -76,6 +76,18 @@ DEVICE u32 rematerialize(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The value that all lanes hold, in a uniform register where there are some.
+DEVICE int uniform(int x) {
+#if __CUDA_ARCH__ >= 800
+  asm("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(x) : "r"(x));
+#endif
+  return x;
+}
 
 // ---- matrix fragments ---------------------------------------------------------------------------------------------
 
@@ -301,5 +313,25 @@ DEVICE void mma_m16n8k8_f64(double (&c)[4], const double (&a)[4], double b0, dou
   mma_m8n8k4_f64(c[2], c[3], a[1], b0);
   mma_m8n8k4_f64(c[0], c[1], a[2], b1);
   mma_m8n8k4_f64(c[2], c[3], a[3], b1);
+}
+#endif
+
+#if DTYPE == F32 && __CUDA_ARCH__ >= 800
+// Pairs of f16; `lo` in the low half.
+DEVICE u32 pack_half(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+DEVICE void unpack_half(u32 x, float& lo, float& hi) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(lo), "=f"(hi) : "r"(x));
+}
+
+DEVICE void mma_m16n8k16_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #endif

@@ -1,6 +1,7 @@
-"""The mma.sync family's backward as a ``Program``: row sums, the fused kernel, conversions, the bias's gradient.
+"""The mma.sync family's backward as a ``Program``: row sums, the fused kernel, conversions, dbias.
 
-Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. ``kernels_cu/bwd*.cu`` are the kernels.
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are ``bwd*.cu`` of
+``kernels_cu``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from ..spec import AttentionSpec
 
 THREADS = 128  # of every kernel but the main one
-SECTION_BYTES = 32 << 20  # Q, dO and sums of dQ of heads that are worked on together: about half of a big GPU's L2
-ENOUGH_WAVES = 4  # of blocks: fewer, and the q heads of a group are spread over blocks of their own
+SECTION_BYTES = 32 << 20  # Q, dO and dQ's sums of heads that run together: about half of a big GPU's L2
+ENOUGH_WAVES = 4  # of blocks: rather than fewer, a group's q heads are spread over several blocks
 
 
 def rounded(head_dim: int) -> int:
@@ -28,9 +29,14 @@ def rounded(head_dim: int) -> int:
 
 
 def _fitting(rows: tuple[BackwardTile, ...], spec: AttentionSpec, device: Device) -> BackwardTile | None:
+    """The first row that the head dims and the shared memory allow, ``min_blocks`` of it on an SM."""
     d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v)
-    room = device.shared_memory_per_block
-    return next((r for r in rows if max(d, dv) <= r.head_dim and r.shared_memory(d, dv) <= room), None)
+    for row in rows:
+        size = row.shared_memory(d, dv)
+        together = row.min_blocks == 1 or row.min_blocks * (size + 1024) <= device.shared_memory_per_sm
+        if max(d, dv) <= row.head_dim and together and size <= device.shared_memory_per_block:
+            return row
+    return None
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -41,8 +47,10 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"needs sm_75 or newer, the device is sm_{device.arch}"
     if device.arch < 80 and spec.dtype == "bfloat16":
         return "sm_75 has no bfloat16 products"
-    if _fitting(BACKWARD, spec, device) is None or (spec.bias and _fitting(BACKWARD_BIAS, spec, device) is None):
-        return f"head dims {spec.head_dim} and {spec.head_dim_v} need more shared memory than {device.name} has"
+    tables = (BACKWARD, BACKWARD_BIAS) if spec.bias is not None else (BACKWARD,)
+    if any(_fitting(rows, spec, device) is None for rows in tables):
+        dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
+        return f"{dims} need more shared memory than {device.name} has"
     return None
 
 
@@ -82,13 +90,13 @@ class _Plan:
 
     @property
     def heads_of_block(self) -> int:
-        """q heads that one block of the main kernel serves: a group, or 1 and partial sums that are added up later."""
+        """q heads that a block of the main kernel serves: a group, or a part whose sums are added up later."""
         spec = self.spec
         if not self.wants & {"k", "v"}:
             return 1
-        blocks = self.blocks_n * spec.batch * spec.heads_kv
-        slots = self.device.sm_count * self.tile.min_blocks
-        return spec.group if blocks >= ENOUGH_WAVES * slots else 1
+        blocks = self.blocks_n * spec.batch * spec.heads_q
+        most = blocks // (ENOUGH_WAVES * self.device.sm_count * self.tile.min_blocks)
+        return max((n for n in range(1, spec.group + 1) if spec.group % n == 0 and n <= most), default=1)
 
     @property
     def partial(self) -> bool:
@@ -96,7 +104,7 @@ class _Plan:
 
     @property
     def section(self) -> int:
-        """Heads whose key blocks run together. In deterministic mode all do, so that few of them wait for their turn."""
+        """Heads whose key blocks run together: all in deterministic mode, so that few wait for a turn."""
         spec, heads = self.spec, self.spec.batch * self.spec.heads_q // self.heads_of_block
         if spec.deterministic:
             return heads
@@ -131,7 +139,9 @@ class _Plan:
         return tuple((n, n) for n in (*names, *operands))
 
 
-_SCORES = ("SOFTCAP", "BIAS", "MASK", "ALIBI", "SINKS", "SEGMENTS", "DROPOUT", "HAS_LEFT", "HAS_RIGHT", "ANY_SCALE")
+_SCORES = (
+    "SOFTCAP", "BIAS", "MASK", "ALIBI", "SINKS", "SEGMENTS", "DROPOUT", "HAS_LEFT", "HAS_RIGHT", "ANY_SCALE",
+)  # fmt: skip
 
 
 def _delta(plan: _Plan) -> list[Launch]:
@@ -146,7 +156,8 @@ def _delta(plan: _Plan) -> list[Launch]:
     steps = [Launch(delta, (grid, 1, 1), THREADS, 0, words, (*plan.pointers(*names), *scratch))]
     if sinks:
         dsinks = Kernel("bwd_delta", "bwd_dsinks", defines)
-        steps.append(Launch(dsinks, (spec.heads_q, 1, 1), THREADS, 0, words, (("dsinks", "dsinks"), *scratch)))
+        pointers = (("dsinks", "dsinks"), *scratch)
+        steps.append(Launch(dsinks, (spec.heads_q, 1, 1), THREADS, 0, words, pointers))
     return steps
 
 
@@ -155,7 +166,7 @@ def main_kernel(plan: _Plan) -> Kernel:
     tile, wants = plan.tile, plan.wants
     defines = plan.defines(
         "SINKS", BLOCK_N=tile.block_n, WARPS_N=tile.warps_n, WARPS_M=tile.warps_m, SUB_M=tile.sub_m,
-        STAGES=tile.stages, DQ_WARPS_M=tile.dq_warps_m, MIN_BLOCKS=tile.min_blocks,
+        STAGES=tile.stages, DQ_WARPS_M=tile.dq_warps_m, DQ_PARTS=tile.dq_parts, MIN_BLOCKS=tile.min_blocks,
         DETERMINISTIC=int(plan.spec.deterministic), WANT_DQ=int("q" in wants), WANT_DK=int("k" in wants),
         WANT_DV=int("v" in wants),
     )  # fmt: skip
@@ -180,7 +191,8 @@ def _main(plan: _Plan) -> list[Launch | Memset]:
     words = plan.block_words(**live.words, aux3=plan.blocks_n, aux4=plan.section)  # type: ignore[arg-type]
     shared = tile.shared_memory(rounded(spec.head_dim), rounded(spec.head_dim_v))
     pointers = (*plan.pointers(*names), *live.pointers)
-    steps.append(Launch(main_kernel(plan), (plan.blocks_n * heads, 1, 1), tile.threads, shared, words, pointers))
+    grid = (plan.blocks_n * heads, 1, 1)
+    steps.append(Launch(main_kernel(plan), grid, tile.threads, shared, words, pointers))
     flags = {f"WANT_D{x.upper()}": int(x in wants) for x in "qkv"}
     defines = plan.defines(*_SCORES, **flags)
     if "q" in wants:
@@ -224,7 +236,7 @@ def _bias(plan: _Plan) -> _Bias:
     tiles = b * h * (1 if m == 1 else all_m) * (1 if n == 1 else all_n)
     summed = spec.batch * spec.heads_q * all_m * all_n // tiles
     slots = 2 * plan.device.sm_count
-    # As many parts as fill the GPU, while their float32 sums stay small beside the bias's own gradient or 64 MB.
+    # As many parts as fill the GPU, while their float32 sums stay within 64 MB.
     room = max(1, (64 << 20) // (4 * max(1, b * h * m * n)))
     return _Bias((b, h, m, n), tile, tiles, max(1, min(summed, -(-slots // tiles), room)))
 
@@ -240,16 +252,16 @@ def _dbias(plan: _Plan) -> list[Launch]:
     }
     words = plan.block_words(**strides, aux0=bias.parts, aux1=b, aux2=h, aux4=bias.elements)
     tile = bias.tile
-    defines = plan.defines("SINKS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n)
+    defines = plan.defines("SINKS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WARPS=tile.warps_n)
     scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
     pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
     shared = tile.shared_memory(rounded(plan.spec.head_dim), rounded(plan.spec.head_dim_v))
     kernel = Kernel("bwd_dbias", "bwd_dbias", defines)
-    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), THREADS, shared, words, pointers)]
+    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), tile.threads, shared, words, pointers)]
     if bias.parts > 1:
         add = Kernel("bwd_dbias", "bwd_dbias_sum", defines)
-        grid = -(-bias.elements // THREADS)
-        steps.append(Launch(add, (grid, 1, 1), THREADS, 0, words, (("dbias", "dbias"), *scratch)))
+        grid = -(-bias.elements // tile.threads)
+        steps.append(Launch(add, (grid, 1, 1), tile.threads, 0, words, (("dbias", "dbias"), *scratch)))
     return steps
 
 
@@ -263,9 +275,10 @@ def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
         if spec.deterministic:
             found.append(Buffer("semaphore", (heads * plan.accumulated_m,), "int32"))
     if plan.fused and plan.partial:
+        rows = heads // plan.heads_of_block * plan.total_kv
         for x, dim in (("k", spec.head_dim), ("v", spec.head_dim_v)):
             if x in wants:
-                found.append(Buffer(f"d{x}_accum", (heads * plan.total_kv, rounded(dim)), "float32"))
+                found.append(Buffer(f"d{x}_accum", (rows, rounded(dim)), "float32"))
     if "sinks" in wants:
         found.append(Buffer("sink_parts", (spec.batch * spec.heads_q * plan.blocks_m,), "float32"))
     if "bias" in wants and (bias := _bias(plan)).parts > 1:
@@ -280,8 +293,8 @@ def backward(
 ) -> Program:
     """The backward program of a spec that ``refuses`` does not refuse; ``tile`` overrides the tile.
 
-    Inputs are the forward's with out, lse, dout and, with ``spec.dlse``, dlse; outputs are d<name> for each of
-    ``wants`` (of ``spec.GRADIENTS``), in the caller's layout.
+    Inputs are the forward's with out, lse, dout and, with ``spec.dlse``, dlse; outputs are d<name> for each
+    of ``wants`` (of ``spec.GRADIENTS``), in the caller's layout.
     """
     tile = tile or _fitting(BACKWARD, spec, device)
     assert tile is not None, "refuses() was not asked"
