@@ -1,4 +1,4 @@
-"""What every CUDA family says of a spec in the same words: parameter words, defines, operands, the live-tile bitmap.
+"""What every CUDA family says of a spec alike: parameter words, defines, operands, the live-tile bitmap.
 
 Pure. Tiles, grids and what a family refuses are its own.
 """
@@ -74,9 +74,9 @@ def words(spec: AttentionSpec) -> dict[str, int | float]:
         "dv": spec.strides_of(spec.heads_kv, spec.seqlen_kv, spec.head_dim_v),
     }  # fmt: skip
     strides["dout"] = spec.dout.strides if spec.dout is not None else strides["out"]
-    found: dict[str, int | float] = {
-        f"{name}_stride_{axis}": s for name, of in strides.items() for axis, s in zip("bhs", of[:3], strict=True)
-    }
+    found: dict[str, int | float] = {}
+    for name, of in strides.items():
+        found |= {f"{name}_stride_{axis}": s for axis, s in zip("bhs", of[:3], strict=True)}
     for name in ("bias", "mask"):
         operand = getattr(spec, name)
         if operand is not None:
@@ -84,6 +84,11 @@ def words(spec: AttentionSpec) -> dict[str, int | float]:
     if spec.alibi_slopes is not None:
         found["alibi_slopes_stride_b"] = spec.alibi_slopes.strides[0]
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
+    mode, value = params.OFFSET_VALUE, 0
+    if isinstance(spec.q_offset, int):
+        value = max(-(1 << 62), min(spec.q_offset, 1 << 62))
+    else:
+        mode = modes[spec.q_offset]
     kept = threshold(spec.dropout_p)
     return found | {
         "lse_stride_b": 0 if spec.varlen else spec.heads_q * spec.seqlen_q,
@@ -92,8 +97,7 @@ def words(spec: AttentionSpec) -> dict[str, int | float]:
         "seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv,
         "head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v,
         "window_left": min(spec.window_left, FAR), "window_right": min(spec.window_right, FAR),
-        "q_offset_mode": params.OFFSET_VALUE if isinstance(spec.q_offset, int) else modes[spec.q_offset],
-        "q_offset_value": max(-(1 << 62), min(spec.q_offset, 1 << 62)) if isinstance(spec.q_offset, int) else 0,
+        "q_offset_mode": mode, "q_offset_value": value,
         "softmax_scale_value": 0.0 if spec.softmax_scale is None else spec.softmax_scale,
         "softcap": spec.softcap, "dropout_threshold": kept, "dropout_scale": 1.0 / (1.0 - spec.dropout_p),
     }  # fmt: skip
@@ -142,7 +146,7 @@ class LiveTiles:
 
 
 def live_tiles(spec: AttentionSpec, block_m: int, block_n: int) -> LiveTiles:
-    """Steps ahead of a kernel that skips tiles of (block_m, block_n) that mask or segments empty; else nothing."""
+    """Steps ahead of a kernel that skips (block_m, block_n) tiles emptied by mask or segments; else nothing."""
     if spec.mask is None and not spec.segments:
         return LiveTiles((), (), {}, ())
     # an axis along which neither mask nor segments change is kept once
@@ -159,8 +163,9 @@ def live_tiles(spec: AttentionSpec, block_m: int, block_n: int) -> LiveTiles:
     tiles = batches * heads * blocks_m * blocks_n
     names = tuple(n for n in ("mask", "q_segment_ids", "kv_segment_ids") if n in operands(spec))
     chosen = {k: v for k, v in defines(spec).items() if k in ("MASK", "SEGMENTS")}
+    chosen |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     launch = Launch(
-        kernel=Kernel("live_tiles", "live_tiles", tuple({**chosen, "BLOCK_M": block_m, "BLOCK_N": block_n}.items())),
+        kernel=Kernel("live_tiles", "live_tiles", tuple(chosen.items())),
         grid=(-(-tiles // 4), 1, 1),
         block=128,
         shared_memory=0,
