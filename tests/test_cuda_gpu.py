@@ -17,6 +17,7 @@ import cases
 import numpy as np
 import pytest
 
+import cuattn
 from cuattn import device, jit
 from cuattn.backends import cuda
 from cuattn.device import Device
@@ -124,6 +125,25 @@ def test_case(family: str, dtype: str, case: cases.Case) -> None:
         incoming = {"dout": cupy.asarray(problem.dout), "dlse": cupy.asarray(problem.dlse)}
         gradients = run(found["backward"], {**arrays, **results, **incoming})
         cases.check_backward(problem, {n[1:]: host(x) for n, x in gradients.items()})
+
+
+@pytest.mark.skipif(OLDER, reason="says nothing new there")
+def test_a_graph_keeps_its_workspace() -> None:
+    """Memory that a captured backward works in is nobody else's, as long as the graph may run."""
+    q = cupy.ones((1, 512, 4, 64), cupy.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):
+            cuattn.flash_attention_vjp(q, q, q)[1](q)
+        stream.begin_capture()
+        out, pullback = cuattn.flash_attention_vjp(q, q, q)
+        gradients = pullback(q)
+        graph = stream.end_capture()
+        others = [cupy.zeros(n, cupy.uint8) for n in (1 << 12, 1 << 16, 1 << 19, 1 << 20) for _ in range(40)]
+        graph.launch(stream)
+        stream.synchronize()
+        assert not any(bool(x.any()) for x in others)
+    del out, gradients
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ class Prepared:
     """A program loaded on one device; called with CuPy arrays it returns its outputs. Any thread may call it.
 
     It launches on the device's current CuPy stream and neither waits nor changes the current device. It can
-    be captured into a CUDA graph once it has run.
+    be captured into a CUDA graph once it has run; a captured call's workspace is never given back.
     """
 
     def __init__(self, what: Program, device: int, arch: int) -> None:
@@ -185,6 +185,7 @@ class Prepared:
         self._layout()
         self._own = threading.local()  # a list of calls a thread: their memory is written to
         self._maps: dict[tuple[int, int], Any] = {}
+        self._captured: list[Any] = []
 
     def _load(self, step: Launch, arch: int) -> jit.Function:
         function = jit.get_function(step.kernel, self.device, arch)
@@ -236,11 +237,14 @@ class Prepared:
         for name, shape, dtype in self._outputs:
             x = outputs[name] = cupy.ndarray(shape, dtype)
             addresses.append(x.data.ptr)
+        stream = self._stream().ptr
         if self._scratch:
             scratch = cupy.cuda.alloc(self._scratch)
+            if stream and self._runtime.streamIsCapturing(stream):
+                self._captured.append(scratch)  # the graph writes to it whenever it runs
             start = scratch.ptr
             addresses += [start + offset for offset in self._offsets]
-        self._launch(addresses, arrays["dropout_seed"] if self._seeded else 0, self._stream().ptr)
+        self._launch(addresses, arrays["dropout_seed"] if self._seeded else 0, stream)
         return outputs
 
     def _launch(self, addresses: list[int], seed: Any, stream: int) -> None:

@@ -146,7 +146,7 @@ class LiveTiles:
 
 
 def live_tiles(spec: AttentionSpec, block_m: int, block_n: int) -> LiveTiles:
-    """Steps ahead of a kernel that skips (block_m, block_n) tiles emptied by mask or segments; else nothing."""
+    """Steps ahead of a kernel that skips (block_m, block_n) tiles emptied by mask or segments, or none."""
     if spec.mask is None and not spec.segments:
         return LiveTiles((), (), {}, ())
     # an axis along which neither mask nor segments change is kept once
