@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 # The aux words of the parameter block
 AUX_KIND = "aux0"  # how q, k, v, out and their gradients are stored: KIND_*
@@ -55,6 +56,16 @@ def machine() -> Isa:
     from .cpu_code import features
 
     return isa_of(features().__contains__)
+
+
+@cache
+def second_level_bytes() -> int:
+    """Size of a core's second-level cache; where the system does not tell, what most have at least."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return 512 << 10
 
 
 def _itemsize(accumulator: str) -> int:

@@ -28,14 +28,15 @@ from .cpu_simd import (
     get_u8,
     get_u16,
     namespace,
+    prefetch,
     put_f32,
     put_i64,
     put_u8,
     put_u16,
 )
 
+LINE = 64  # bytes of a cache line
 LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 
 Words = namedtuple("Words", params.FIELDS)  # type: ignore[misc]
 P = Words(*range(params.WORDS))
@@ -228,8 +229,17 @@ def make_memory(real: Any, simd: Any) -> Any:
             else:
                 load_row(kind, address, index + j * stride, dim, target_stride, row)
 
+    @jit
+    def ask_for(kind, address, index, stride, first, last, dim):
+        """Prefetch rows [first, last): the caller's rows may lie pages apart, where no hardware looks ahead."""
+        itemsize = simd.itemsize if kind == KIND_REAL else 2
+        for j in range(first, last):
+            row = address + (index + j * stride) * itemsize
+            for at in range(0, dim * itemsize, LINE):
+                prefetch(row + at)
+
     return namespace(
-        "memory", value=value, set_value=set_value, fill=fill, load_row=load_row, store_row=store_row, zero_row=zero_row,
+        "memory", ask_for=ask_for, value=value, set_value=set_value, fill=fill, load_row=load_row, store_row=store_row, zero_row=zero_row,
         load_block=load_block,
     )  # fmt: skip
 
@@ -241,7 +251,7 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
     hidden = real(-np.inf)
 
     @jit
-    def add_position(p, b, h, first, panels, k0, keys, padded, offset, low, high, terms):
+    def add_position(p, b, h, first, n, panels, k0, keys, padded, offset, low, high, terms):
         """Start the terms: ALiBi where the window and the lengths let a row see a key, -inf elsewhere."""
         slope = real(0.0)
         if get_i64(p, P.alibi_slopes):
@@ -251,8 +261,8 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
             for j in range(padded):
                 at = (panel * keys + j) * width
                 for lane in range(width):
-                    key = k0 + j
-                    seen = get_int(low, panel * width + lane) <= key and key <= get_int(high, panel * width + lane)
+                    row, key = panel * width + lane, k0 + j
+                    seen = (row < n) & (get_int(low, row) <= key) & (key <= get_int(high, row))
                     x = -slope * real(abs(diagonal + lane - j))
                     put(terms, at + lane, x if seen else hidden)
 
@@ -308,7 +318,7 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
     @jit
     def terms_of(p, b, h, first, n, panels, k0, keys, count, padded, offset, low, high, terms, seen):
         """What is added to each score of a block, -inf where it is hidden; whether anything is seen."""
-        add_position(p, b, h, first, panels, k0, keys, padded, offset, low, high, terms)
+        add_position(p, b, h, first, n, panels, k0, keys, padded, offset, low, high, terms)
         if get_i64(p, P.q_segment_ids):
             hide_segments(p, b, first, n, k0, keys, count, terms)
         if get_i64(p, P.mask):
@@ -318,19 +328,20 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
         return find_seen(panels, keys, count, terms, seen)
 
     @jit
-    def apply_terms(s, terms, count, cap, slope, top):
-        """s = log2 e * (softcap(s) + terms), top = max(top, s); with ``slope`` terms become softcap's derivative."""
+    def apply_terms(s, terms, count, factor, cap, slope, top):
+        """s = softcap(factor * s) + terms, top = max(top, s); softcap's derivative goes to ``slope`` if any."""
         if cap > real(0.0):
             for i in range(count * width):
-                t = real(math.tanh(get(s, i) / cap))
+                t = real(math.tanh(factor * get(s, i) / cap))
                 put(s, i, cap * t)
                 if slope:
                     put(slope, i, real(1.0) - t * t)
+            factor = real(1.0)
         for j in range(count):
             for lane in range(width):
                 at = j * width + lane
                 term = get(terms, at)
-                x = hidden if term == hidden else (get(s, at) + term) * real(LOG2E)
+                x = hidden if term == hidden else factor * get(s, at) + term
                 put(s, at, x)
                 m = get(top, lane)
                 put(top, lane, x if x > m else m)
@@ -341,6 +352,9 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
         threshold = np.uint64(get_i64(p, P.dropout_threshold))
         factor = real(get_f64(p, P.dropout_scale))
         half = np.uint64(0xFFFF)
+        whole = get_i64(p, P.dropout_seed)  # after the seed: where this part of the whole begins
+        if whole:
+            b, h, row, k0 = b + get_i64(whole, 1), h + get_i64(whole, 2), row + get_i64(whole, 3), k0 + get_i64(whole, 4)
         for call in range((count + GROUP - 1) // GROUP * 4):
             counter = np.uint64(k0 // GROUP * 4 + call)
             column = call // 4 * GROUP + call % 4 * 2
@@ -383,7 +397,7 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
 
 def make_rows(real: Any, simd: Any, memory: Any) -> Any:
     """A block of query rows: what each may see, and rows into panels."""
-    get_int, put_int, width, itemsize = simd.get_int, simd.put_int, simd.width, simd.itemsize
+    put_int, width, itemsize = simd.put_int, simd.width, simd.itemsize
 
     @jit
     def ranges(p, first, n, panels, q_len, kv_len, offset, low, high, limits):
@@ -421,4 +435,11 @@ def make_rows(real: Any, simd: Any, memory: Any) -> Any:
             at = panel * width * padded * itemsize
             simd.transpose(rows + at, padded, width, padded, out + at, width)
 
-    return namespace("rows", ranges=ranges, load_rows=load_rows, to_panels=to_panels)
+    @jit
+    def take_sign(scale_, count, q):
+        """Multiply q by the sign of the scale, so that the exponential's factor is positive."""
+        if scale_ <= 0.0:
+            for i in range(count):
+                simd.put(q, i, -simd.get(q, i) if scale_ < 0.0 else real(0.0))
+
+    return namespace("rows", take_sign=take_sign, ranges=ranges, load_rows=load_rows, to_panels=to_panels)

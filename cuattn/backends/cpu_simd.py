@@ -24,7 +24,6 @@ from .cpu_layout import Isa
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 UNROLL = 4
-LN2 = 0.6931471805599453
 
 # 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp with the scaling below, tested); float64: Taylor.
 EXP2_FLOAT32 = (
@@ -124,18 +123,27 @@ class _Vectors:
         """The larger; a NaN in x leaves top."""
         return b.select(b.fcmp_ordered(">", x, top), x, top)
 
-    def exp2(self, b: Any, x: Any) -> Any:
-        """2^x for x up to 126: Cody-Waite, at most 1 ulp; 0 below the normal range, NaN for NaN."""
-        low = b.fcmp_ordered("<", x, self.constant(self.smallest))
-        bounded = b.select(low, self.constant(self.smallest), x)
-        shifted = b.fadd(bounded, self.constant(self.magic))
-        f = b.fsub(bounded, b.fsub(shifted, self.constant(self.magic)))
+    def exp2(self, b: Any, x: Any, factor: Any, smallest: Any) -> Any:
+        """2^(factor * x), the product unrounded, for products up to 126: Cody-Waite, at most 1 ulp.
+
+        0 where x < ``smallest`` (the normal range's end over factor), NaN for NaN.
+        """
+        low = b.fcmp_ordered("<", x, smallest)
+        x = b.select(low, smallest, x)
+        shifted = self.fma(b, x, factor, self.constant(self.magic))
+        n = b.fsub(shifted, self.constant(self.magic))
+        f = self.fma(b, x, factor, b.fneg(n))
         p = self.constant(self.coefficients[-1])
         for c in self.coefficients[-2::-1]:
             p = self.fma(b, p, f, self.constant(c))
         exponent = b.shl(b.bitcast(shifted, self.ints), ir.Constant(self.ints, [self.mantissa] * self.lanes))
         scaled = b.bitcast(b.add(b.bitcast(p, self.ints), exponent), self.type)
         return b.select(low, self.zero, scaled)
+
+    def factor(self, b: Any, address: Any) -> tuple[Any, Any]:
+        """exp2's last two arguments from a positive number in memory."""
+        factor = self.splat(b, b.load(self.pointer(b, address)))
+        return factor, b.fdiv(self.constant(self.smallest), factor)
 
     def subtrahend(self, b: Any, top: Any) -> Any:
         """The running maximum, 0 where nothing was seen yet."""
@@ -248,36 +256,38 @@ def _make_softmax(v: _Vectors, isa: Isa) -> Any:
     width, vectors = isa.width(v.itemsize), isa.vectors
 
     @intrinsic
-    def softmax(ctx: Any, s: Any, keys: Any, top: Any, former: Any, total: Any, decay: Any) -> Any:
-        """s = 2^(s - top) in place; decay = 2^(former - top); total = total * decay + sum of s; former = top.
+    def softmax(ctx: Any, s: Any, keys: Any, factor: Any, top: Any, former: Any, total: Any, decay: Any) -> Any:
+        """s = 2^(factor * (s - top)) in place, decay likewise of former; total = total * decay + sum of s.
 
-        ``keys`` is even. A top of -inf counts as 0: nothing was seen.
+        ``keys`` is even. former becomes top. A top of -inf counts as 0: nothing was seen.
         """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            s, top, former, total, decay = (v.pointer(b, args[i]) for i in (0, 2, 3, 4, 5))
+            s, top, former, total, decay = (v.pointer(b, args[i]) for i in (0, 3, 4, 5, 6))
+            factor = v.factor(b, args[2])
             subtrahends, totals = [], []
             for i in range(vectors):
                 at = i * v.lanes
                 m = v.load(b, top, at)
                 subtrahends.append(v.subtrahend(b, m))
-                factor = v.exp2(b, b.fsub(v.load(b, former, at), subtrahends[i]))
-                v.store(b, factor, decay, at)
+                change = v.exp2(b, b.fsub(v.load(b, former, at), subtrahends[i]), *factor)
+                v.store(b, change, decay, at)
                 v.store(b, m, former, at)
-                totals.append(b.fmul(v.load(b, total, at), factor))
-            loop = _Loop(b, _i64(0), args[1], 2, [*totals, s])
-            *totals, s = loop.carried
-            for at in range(0, 2 * width, v.lanes):
-                i = at // v.lanes % vectors
-                p = v.exp2(b, b.fsub(v.load(b, s, at), subtrahends[i]))
-                v.store(b, p, s, at)
-                totals[i] = b.fadd(totals[i], p)
-            done = loop.close([*totals, v.at(b, s, 2 * width)])
+                totals.append(b.fmul(v.load(b, total, at), change))
+            loop = _Loop(b, _i64(0), args[1], 2, [v.zero] * vectors + [s])  # a block's sum apart: exacter
+            *sums, s = loop.carried
             for i in range(vectors):
-                v.store(b, done[i], total, i * v.lanes)
+                pair = []
+                for at in (i * v.lanes, width + i * v.lanes):
+                    pair.append(v.exp2(b, b.fsub(v.load(b, s, at), subtrahends[i]), *factor))
+                    v.store(b, pair[-1], s, at)
+                sums[i] = b.fadd(sums[i], b.fadd(*pair))
+            done = loop.close([*sums, v.at(b, s, 2 * width)])
+            for i in range(vectors):
+                v.store(b, b.fadd(totals[i], done[i]), total, i * v.lanes)
             return context.get_dummy_value()
 
-        return _void(6), codegen
+        return _void(7), codegen
 
     return softmax
 
@@ -296,13 +306,13 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
             loop = _Loop(b, _i64(0), dim, rows, [x, acc])
             x, acc = loop.carried
             places = [(r * vectors + i, r * width + i * v.lanes) for r in range(rows) for i in range(vectors)]
-            sums = [b.fmul(v.load(b, acc, at), decays[n % vectors]) for n, at in places]
             offsets = [b.mul(x_stride, _i64(u)) for u in range(UNROLL)]
             sums, _, _ = _rank_1(
-                v, b, sums, x, p, keys, x_stride, _i64(width), lambda u, r: b.add(offsets[u], _i64(r)), vectors
-            )
+                v, b, [v.zero] * len(places), x, p, keys, x_stride, _i64(width),
+                lambda u, r: b.add(offsets[u], _i64(r)), vectors,
+            )  # fmt: skip
             for n, at in places:
-                v.store(b, sums[n], acc, at)
+                v.store(b, v.fma(b, v.load(b, acc, at), decays[n % vectors], sums[n]), acc, at)
             loop.close([v.at(b, x, rows), v.at(b, acc, rows * width)])
             return context.get_dummy_value()
 
@@ -325,16 +335,15 @@ def _make_outer(v: _Vectors, isa: Isa) -> Any:
             _, p_stride, panels, _, x, dim, _ = args
             places = [(r, i) for r in range(rows) for i in range(vectors)]
             at = [b.add(b.add(b.mul(dim, _i64(r)), _i64(i * v.lanes)), column) for r, i in places]
-            sums = [v.load(b, acc, offset) for offset in at]
             x = v.at(b, v.pointer(b, x), column)
-            loop = _Loop(b, _i64(0), panels, 1, [*sums, p, x])
+            loop = _Loop(b, _i64(0), panels, 1, [v.zero] * len(places) + [p, x])
             *sums, panel, x = loop.carried
             sums, _, x = _rank_1(
                 v, b, sums, panel, x, _i64(width), _i64(1), dim, lambda u, r: r * width + u, vectors
             )
             sums = loop.close([*sums, v.at(b, panel, p_stride), x])[: len(places)]
             for offset, value in zip(at, sums, strict=True):
-                v.store(b, value, acc, offset)
+                v.store(b, b.fadd(v.load(b, acc, offset), value), acc, offset)
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             dim, step = args[5], isa.vectors * v.lanes
@@ -359,18 +368,20 @@ def _make_weights(v: _Vectors, isa: Isa, gradient: bool) -> Any:
     width, vectors = isa.width(v.itemsize), isa.vectors
 
     @intrinsic
-    def weights(ctx: Any, s: Any, dp: Any, keys: Any, lse: Any, delta: Any) -> Any:
-        """s = 2^(s - lse) in place and, for the gradient, dp = s * (dp - delta), 0 where s is 0."""
+    def weights(ctx: Any, s: Any, dp: Any, keys: Any, factor: Any, lse: Any, delta: Any) -> Any:
+        """s = 2^(factor * s - lse) in place and, for the gradient, dp = s * (dp - delta), 0 where s is 0."""
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            s, dp, lse, delta = (v.pointer(b, args[i]) for i in (0, 1, 3, 4))
-            lses = [v.load(b, lse, i * v.lanes) for i in range(vectors)]
+            s, dp, lse, delta = (v.pointer(b, args[i]) for i in (0, 1, 4, 5))
+            factor = v.splat(b, b.load(v.pointer(b, args[3])))
+            one, smallest = v.constant(1.0), v.constant(v.smallest)
+            lses = [b.fneg(v.load(b, lse, i * v.lanes)) for i in range(vectors)]
             deltas = [v.load(b, delta, i * v.lanes) for i in range(vectors)]
             loop = _Loop(b, _i64(0), args[2], 1, [s, dp])
             s, dp = loop.carried
             for i in range(vectors):
                 at = i * v.lanes
-                p = v.exp2(b, b.fsub(v.load(b, s, at), lses[i]))
+                p = v.exp2(b, v.fma(b, v.load(b, s, at), factor, lses[i]), one, smallest)
                 v.store(b, p, s, at)
                 if gradient:
                     d = b.fmul(p, b.fsub(v.load(b, dp, at), deltas[i]))
@@ -378,7 +389,7 @@ def _make_weights(v: _Vectors, isa: Isa, gradient: bool) -> Any:
             loop.close([v.at(b, s, width), v.at(b, dp, width)])
             return context.get_dummy_value()
 
-        return _void(5), codegen
+        return _void(6), codegen
 
     return weights
 
@@ -407,23 +418,6 @@ def _make_transpose(v: _Vectors) -> Any:
         return _void(6), codegen
 
     return transpose
-
-
-def _make_exp2(v: _Vectors) -> Any:
-    @intrinsic
-    def exp2(ctx: Any, x: Any, count: Any) -> Any:
-        """x = 2^x in place; ``count`` is a multiple of the lanes."""
-
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            pointer = v.pointer(b, args[0])
-            loop = _Loop(b, _i64(0), args[1], v.lanes, [])
-            v.store(b, v.exp2(b, v.load(b, pointer, loop.i)), pointer, loop.i)
-            loop.close([])
-            return context.get_dummy_value()
-
-        return _void(2), codegen
-
-    return exp2
 
 
 def _make_dots(v: _Vectors) -> Any:
@@ -455,21 +449,22 @@ def _make_dots(v: _Vectors) -> Any:
 
 def _make_row_softmax(v: _Vectors) -> Any:
     @intrinsic
-    def row_softmax(ctx: Any, s: Any, keys: Any, stats: Any) -> Any:
+    def row_softmax(ctx: Any, s: Any, keys: Any, factor: Any, stats: Any) -> Any:
         """``softmax`` for one query whose scores lie side by side; stats: top, total, and decay, which is set."""
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            s, stats = v.pointer(b, args[0]), v.pointer(b, args[2])
+            s, stats = v.pointer(b, args[0]), v.pointer(b, args[3])
+            factor = v.factor(b, args[2])
             loop = _Loop(b, _i64(0), args[1], v.lanes, [v.constant(-np.inf)])
             (top,) = loop.close([v.max(b, v.load(b, s, loop.i), loop.carried[0])])
             former = b.load(v.at(b, stats, 0))
             top = v.reduce(b, top, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
             top = b.select(b.fcmp_ordered(">", top, former), top, former)
             subtrahend = v.subtrahend(b, v.splat(b, top))
-            decay = v.exp2(b, b.fsub(v.splat(b, former), subtrahend))
+            decay = v.exp2(b, b.fsub(v.splat(b, former), subtrahend), *factor)
             decay = b.extract_element(decay, ir.Constant(I32, 0))
             loop = _Loop(b, _i64(0), args[1], v.lanes, [v.zero])
-            p = v.exp2(b, b.fsub(v.load(b, s, loop.i), subtrahend))
+            p = v.exp2(b, b.fsub(v.load(b, s, loop.i), subtrahend), *factor)
             v.store(b, p, s, loop.i)
             (total,) = loop.close([b.fadd(loop.carried[0], p)])
             total = v.reduce(b, total, b.fadd)
@@ -478,7 +473,7 @@ def _make_row_softmax(v: _Vectors) -> Any:
                 b.store(value, v.at(b, stats, i))
             return context.get_dummy_value()
 
-        return _void(3), codegen
+        return _void(4), codegen
 
     return row_softmax
 
@@ -571,6 +566,22 @@ def _libc(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
 
 
 @intrinsic
+def prefetch(ctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be mapped, to come into the second-level cache."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        pointer = I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+        read, second, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+        b.call(function, [b.inttoptr(args[0], pointer), read, second, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def malloc(ctx: Any, size: Any) -> Any:
     """Address of a new block of ``size`` bytes."""
 
@@ -638,7 +649,7 @@ def make(real: str, isa: Isa) -> Any:
         scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
         softmax=_make_softmax(v, isa), values=_make_values(v, isa), outer=_make_outer(v, isa),
         weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
-        transpose=_make_transpose(v), exp2=_make_exp2(v),
+        transpose=_make_transpose(v),
         dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),
         get=get_f64 if double else get_f32, put=put_f64 if double else put_f32,
         get_int=get_i64 if double else get_i32, put_int=put_i64 if double else put_i32,

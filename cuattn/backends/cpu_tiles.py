@@ -19,7 +19,7 @@ import numpy as np
 from . import cpu_simd
 from .cpu_layout import GROUP, WANT_K, WANT_Q, WANT_V
 from .cpu_scores import (
-    LN2,
+    LINE,
     LOG2E,
     P,
     entry,
@@ -30,13 +30,12 @@ from .cpu_scores import (
     scale,
     up,
 )
-from .cpu_simd import free, get_f64, get_i32, get_i64, malloc
+from .cpu_simd import free, get_f64, get_i64, malloc, put_f64
 
-LINE = 64  # bytes of a cache line: where scratch blocks begin
 
 
 @jit
-def _seed(p):
+def seed(p):
     if get_i64(p, P.dropout_seed):
         return np.uint64(get_i64(get_i64(p, P.dropout_seed), 0))
     return np.uint64(get_i64(p, P.dropout_seed_value))
@@ -58,45 +57,61 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
     hidden = real(-np.inf)
 
     @jit
-    def finish(p, n, b, h, q0, first, packed, acc, rows, padded, tops, totals):
-        """Divide, add the sink, and store out and LSE of a tile."""
-        kind, dim, heads = get_i64(p, P.aux0), get_i64(p, P.head_dim_v), get_i64(p, P.heads_q)
-        stride = get_i64(p, P.out_stride_s)
-        index = _strides(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, q0 + first)
-        lse = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + q0 + first
-        for panel in range((n + width - 1) // width):
-            simd.transpose(acc + panel * width * padded * size, width, padded, width, rows, padded)
-            for lane in range(min(width, n - panel * width)):
-                i = panel * width + lane
-                top, total = get(tops, i), get(totals, i)
-                if total == real(0.0):
-                    memory.zero_row(kind, get_i64(p, P.out), index + i * stride, dim)
-                    put(get_i64(p, P.lse), lse + i, hidden)
-                    continue
-                factor = real(1.0)
-                if get_i64(p, P.sinks):
-                    sink = get(get_i64(p, P.sinks), h) * real(LOG2E)
-                    if sink > top:
-                        factor = real(math.exp((top - sink) * real(LN2)))
-                        total = total * factor + real(1.0)
-                        top = sink
-                    else:
-                        total += real(math.exp((sink - top) * real(LN2)))
-                memory.store_row(
-                    kind, get_i64(p, P.out), index + i * stride, dim, rows + lane * padded * size, factor / total
-                )
-                put(get_i64(p, P.lse), lse + i, top * real(LN2) + real(math.log(total)))
+    def place(p, tile):
+        """Batch entry, head, entry of the arrays, first row and number of rows of a tile."""
+        rows, heads, length = get_i64(p, P.aux1), get_i64(p, P.heads_q), get_i64(p, P.seqlen_q)
+        blocks = (length + rows - 1) // rows
+        b, h = tile // (blocks * heads), tile // blocks % heads
+        first = (blocks - 1 - tile % blocks) * rows  # long causal rows first
+        if get_i64(p, P.cu_seqlens_q) == 0:
+            return b, h, b, first, min(rows, length - first)
+        q0, q_len, _, _, _ = entry(p, b)
+        if first == 0 and b == get_i64(p, P.batch) - 1:  # rows after the last sequence
+            lse = get_i64(p, P.lse) + h * get_i64(p, P.lse_stride_h) * size
+            for row in range(q0 + q_len, get_i64(p, P.aux6)):
+                put(lse, row, hidden)
+        return b, h, 0, first, min(rows, q_len - first)
 
     @jit
-    def attend(p, b, h, packed, q0, q_len, k0, kv_len, offset, first, n):
+    def finish(p, n, h, packed, row, acc, rows, padded, unit, tops, totals):
+        """Divide, add the sink, and store out and LSE of a tile; ``unit`` is what scores are counted in."""
+        kind, dim, stride = get_i64(p, P.aux0), get_i64(p, P.head_dim_v), get_i64(p, P.out_stride_s)
+        index = _strides(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
+        lse = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + row
+        for i in range(n):
+            if i % width == 0:
+                simd.transpose(acc + i * padded * size, width, padded, width, rows, padded)
+            top, total = np.float64(get(tops, i)) * unit, np.float64(get(totals, i))
+            if total == 0.0:
+                memory.zero_row(kind, get_i64(p, P.out), index + i * stride, dim)
+                put(get_i64(p, P.lse), lse + i, hidden)
+                continue
+            factor = 1.0
+            if get_i64(p, P.sinks):
+                sink = np.float64(get(get_i64(p, P.sinks), h))
+                if sink > top:
+                    factor = math.exp(top - sink)
+                    total = total * factor + 1.0
+                    top = sink
+                else:
+                    total += math.exp(sink - top)
+            source = rows + i % width * padded * size
+            memory.store_row(kind, get_i64(p, P.out), index + i * stride, dim, source, real(factor / total))
+            put(get_i64(p, P.lse), lse + i, real(top + math.log(total)))
+
+    def forward(p, tile):
+        b, h, packed, first, n = place(p, tile)
+        if n <= 0:
+            return
+        q0, q_len, k0, kv_len, offset = entry(p, b)
         kind, keys = get_i64(p, P.aux0), get_i64(p, P.aux2)
         dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
         dp, dv = up(dim, padding), up(dim_v, padding)
         panels = (n + width - 1) // width
         lanes = panels * width
         area = panels * keys * width if features else 0
-        words = lanes * (dp + dv + max(dp, dv) + 6) + keys * (dp + dv + width) + 2 * area + 4 * width
-        base = malloc(words * size + 32 * panels + keys + 20 * LINE)
+        words = lanes * (dp + dv + max(dp, dv) + 6) + keys * (dp + dv + width) + 2 * area + 2 * width
+        base = malloc(words * size + 32 * panels + keys + 16 * LINE)
         q_rows = up(base, LINE)
         q = q_rows + up(lanes * max(dp, dv) * size, LINE)
         acc = q + up(lanes * dp * size, LINE)
@@ -109,26 +124,28 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         formers, totals = tops + lanes * size, tops + 2 * lanes * size
         low, high = tops + 3 * lanes * size, tops + 4 * lanes * size
         decay = tops + 5 * lanes * size
-        limits = up(decay + width * size, 8)
+        factor = decay + width * size
+        limits = up(factor + size, LINE)
         seen = limits + 32 * panels
         begin, end = block.ranges(p, first, n, panels, q_len, kv_len, offset, low, high, limits)
         memory.fill(tops, 2 * lanes, hidden)
         memory.fill(totals, lanes, real(0.0))
         memory.fill(acc, lanes * dv, real(0.0))
-        factor = real(scale(p)) if features else real(scale(p) * LOG2E)
+        # without features scores are q . k alone: the scale is inside the exponential, its sign in q
+        scale_ = scale(p)
+        unit = 1.0 if features or scale_ == 0.0 else abs(scale_)
+        put(factor, 0, real(unit * LOG2E))
         index = _strides(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, q0 + first)
         block.load_rows(kind, get_i64(p, P.q), index, get_i64(p, P.q_stride_s), n, lanes, dim, dp, q_rows)
-        for i in range(lanes * dp):
-            put(q_rows, i, get(q_rows, i) * factor)
         block.to_panels(q_rows, panels, dp, q)
+        if not features:
+            block.take_sign(scale_, lanes * dp, q)
         hk = h // (get_i64(p, P.heads_q) // get_i64(p, P.heads_kv))
         k_index = _strides(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0)
         v_index = _strides(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0)
         k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
-        cap = real(get_f64(p, P.softcap))
-        dropout = get_f64(p, P.dropout_scale) > 0.0
         for j0 in range(begin // GROUP * GROUP, end, keys):
-            count = min(keys, end - j0)
+            early, count = max(begin - j0, 0), min(keys, end - j0)
             padded = up(count, step)
             mark = 0
             if features:
@@ -137,7 +154,6 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
                     p, b, h, first, n, panels, j0, keys, count, padded, offset, low, high, terms, seen
                 ):
                     continue
-            early = max(begin - j0, 0)
             memory.load_block(
                 kind, get_i64(p, P.k), k_index + j0 * k_stride, k_stride, early, count, padded, dim, k, dp, mark
             )
@@ -145,54 +161,38 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
                 kind, get_i64(p, P.v), v_index + j0 * v_stride, v_stride, early, count, padded, dim_v, v, dv, mark
             )
             for panel in range(panels):
-                at, lane = panel * width * size, panel * width
-                live = padded
-                if features:
-                    area_at = panel * keys * width * size
-                    memory.fill(decay, width, hidden)
-                    simd.scores(k, dp, live, q + at * dp, dim, s, decay, 0, 0, 0)
-                    score.apply_terms(s, terms + area_at, live, cap, 0, tops + at)
-                    simd.softmax(s, live, tops + at, formers + at, totals + at, decay)
-                    if dropout:
-                        score.keep_of(p, b, h, first + lane, j0, live, _seed(p), keep)
-                        score.multiply(s, keep, live)
-                    simd.values(v, dv, live, s, dv, acc + at * dv, decay)
-                    continue
+                first_row, last_row = panel * keys // panels, min((panel + 1) * keys // panels, end - j0 - keys)
+                memory.ask_for(
+                    kind, get_i64(p, P.k), k_index + (j0 + keys) * k_stride, k_stride, first_row, last_row, dim
+                )
+                memory.ask_for(
+                    kind, get_i64(p, P.v), v_index + (j0 + keys) * v_stride, v_stride, first_row, last_row, dim_v
+                )
+                at = panel * width * size
                 low_min, low_max = get_i64(limits, 4 * panel), get_i64(limits, 4 * panel + 1)
                 high_min, high_max = get_i64(limits, 4 * panel + 2), get_i64(limits, 4 * panel + 3)
-                skip = max(low_min - j0, 0) // step * step
-                live = min(padded, up(high_max + 1 - j0, step)) - skip
+                skip = 0 if features else max(low_min - j0, 0) // step * step
+                live = padded if features else min(padded, up(high_max + 1 - j0, step)) - skip
                 if live <= 0:
                     continue
-                j = j0 + skip
-                if low_max <= j and j + live - 1 <= high_min:
-                    simd.scores(k + skip * dp * size, dp, live, q + at * dp, dim, s, tops + at, 0, 0, 0)
-                else:
-                    simd.scores_masked(
-                        k + skip * dp * size, dp, live, q + at * dp, dim, s, tops + at, low + at, high + at, j
+                j, kk = j0 + skip, k + skip * dp * size
+                if features:  # top is found with the terms
+                    simd.scores(kk, dp, live, q + at * dp, dim, s, decay, 0, 0, 0)
+                    cap = real(get_f64(p, P.softcap))
+                    score.apply_terms(
+                        s, terms + panel * keys * width * size, live, real(scale_), cap, 0, tops + at
                     )
-                simd.softmax(s, live, tops + at, formers + at, totals + at, decay)
+                elif low_max <= j and j + live - 1 <= high_min:
+                    simd.scores(kk, dp, live, q + at * dp, dim, s, tops + at, 0, 0, 0)
+                else:
+                    simd.scores_masked(kk, dp, live, q + at * dp, dim, s, tops + at, low + at, high + at, j)
+                simd.softmax(s, live, factor, tops + at, formers + at, totals + at, decay)
+                if features and get_f64(p, P.dropout_scale) > 0.0:
+                    score.keep_of(p, b, h, first + panel * width, j0, live, seed(p), keep)
+                    score.multiply(s, keep, live)
                 simd.values(v + skip * dv * size, dv, live, s, dv, acc + at * dv, decay)
-        finish(p, n, b, h, q0, first, packed, acc, q_rows, dv, tops, totals)
+        finish(p, n, h, packed, q0 + first, acc, q_rows, dv, unit, tops, totals)
         free(base)
-
-    def forward(p, tile):
-        rows, heads = get_i64(p, P.aux1), get_i64(p, P.heads_q)
-        blocks = (get_i64(p, P.seqlen_q) + rows - 1) // rows
-        b, h = tile // (blocks * heads), tile // blocks % heads
-        first = (blocks - 1 - tile % blocks) * rows  # long causal rows first
-        q0, q_len, k0, kv_len, offset = entry(p, b)
-        packed = b
-        length = get_i64(p, P.seqlen_q)
-        if get_i64(p, P.cu_seqlens_q):
-            packed, length = 0, q_len
-            if first == 0 and b == get_i64(p, P.batch) - 1:  # rows after the last sequence
-                lse = get_i64(p, P.lse) + h * get_i64(p, P.lse_stride_h) * size
-                for row in range(q0 + q_len, get_i64(p, P.aux6)):
-                    put(lse, row, hidden)
-        n = min(rows, length - first)
-        if n > 0:
-            attend(p, b, h, packed, q0, q_len, k0, kv_len, offset, first, n)
 
     return forward
 
@@ -238,7 +238,10 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
 
     @jit
     def load(p, base, rows, b, h, packed, q0, q_len, kv_len, offset, first, n):
-        """Load q and dout of a block of rows; stats: LSE in base 2 (+inf: the row sees nothing), delta, ranges."""
+        """Load q and dout of a block of rows; stats: LSE in base 2 (+inf: the row sees nothing), delta, ranges.
+
+        After ``work``'s rows and a panel's width stands the factor that takes scores to base 2.
+        """
         dp, dv, _ = sizes(p, rows)
         q_rows, d_rows, q, d, _, _, _, _, _, stats, work, limits = layout(p, base, rows)
         kind, dim, dim_v = get_i64(p, P.aux0), get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
@@ -253,7 +256,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         q_stride, d_stride = get_i64(p, P.q_stride_s), get_i64(p, P.dout_stride_s)
         o_stride = get_i64(p, P.out_stride_s)
         lse_index = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + row
-        factor = real(scale(p)) if features else real(scale(p) * LOG2E)
+        scale_ = scale(p)  # as in ``forward``: its size in the exponential, its sign in q's panels
+        put(work, rows * max(dp, dv) + width, real(LOG2E if features or scale_ == 0.0 else abs(scale_) * LOG2E))
         block.load_rows(kind, get_i64(p, P.q), q_index, q_stride, n, panels * width, dim, dp, q_rows)
         block.load_rows(kind, get_i64(p, P.dout), d_index, d_stride, n, panels * width, dim_v, dv, d_rows)
         for i in range(panels * width):
@@ -270,12 +274,12 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
                 delta += get(work, c) * get(d_rows, i * dv + c)
             if get_i64(p, P.dlse):
                 delta -= get(get_i64(p, P.dlse), lse_index + i)
-            put(stats, i, lse * real(LOG2E))
+            put(stats, i, real(np.float64(lse) * LOG2E))
             put(stats, rows + i, delta)
-        for i in range(panels * width * dp):
-            put(work, i, get(q_rows, i) * factor)
-        block.to_panels(work, panels, dp, q)
+        block.to_panels(q_rows, panels, dp, q)
         block.to_panels(d_rows, panels, dv, d)
+        if not features:
+            block.take_sign(scale_, panels * width * dp, q)
         return begin, end
 
     @jit
@@ -309,10 +313,19 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         return padded
 
     @jit
-    def panel_gradient(p, base, rows, b, h, first, panel, j0, padded, need_scores, raw):
+    def live_keys(p, base, rows, panel, j0, padded):
+        """First and number of the keys of a block that a panel may see, in whole register tiles."""
+        _, _, _, _, _, _, _, _, _, _, _, limits = layout(p, base, rows)
+        low_min, high_max = get_i64(limits, 4 * panel), get_i64(limits, 4 * panel + 3)
+        skip = max(low_min - j0, 0) // simd.rows * simd.rows
+        return skip, max(0, min(padded, up(high_max + 1 - j0, simd.rows)) - skip)
+
+    @jit
+    def panel_gradient(p, base, rows, b, h, first, panel, j0, padded, skip, live, need_scores, raw):
         """One panel of a block: s becomes the weights after dropout, ds the gradient of the scores.
 
-        ``raw``: of the scores as q . k has them (behind softcap); else of those that bias is added to.
+        Zeros for keys outside of the ``live`` ones from ``skip`` on. ``raw``: the gradient of the scores as q . k
+        has them (behind softcap); else of those that bias is added to.
         """
         dp, dv, _ = sizes(p, rows)
         _, _, q, d, k, v, s, ds, terms, stats, work, limits = layout(p, base, rows)
@@ -321,35 +334,40 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         lse, delta = stats + lane * size, stats + (rows + lane) * size
         low, high = stats + (2 * rows + lane) * size, stats + (3 * rows + lane) * size
         ignored = work + (rows * max(dp, dv)) * size
+        factor = ignored + width * size
         dim = get_i64(p, P.head_dim)
         s, ds = s + at, ds + at
         if features:
             simd.scores(k, dp, padded, q + lane * dp * size, dim, s, ignored, 0, 0, 0)
             slope = terms + up(area * size, LINE) + at
             cap = real(get_f64(p, P.softcap))
-            score.apply_terms(s, terms + at, padded, cap, slope, ignored)
-            simd.weights(s, ds, padded, lse, delta)
+            score.apply_terms(s, terms + at, padded, real(scale(p)), cap, slope, ignored)
+            simd.weights(s, ds, padded, factor, lse, delta)
             keep = 0
             if get_f64(p, P.dropout_scale) > 0.0:
                 keep = terms + 2 * up(area * size, LINE) + at
-                score.keep_of(p, b, h, first + lane, j0, padded, _seed(p), keep)
+                score.keep_of(p, b, h, first + lane, j0, padded, seed(p), keep)
             if need_scores:
                 simd.scores(v, dv, padded, d + lane * dv * size, dv, ds, ignored, 0, 0, 0)
             score.gradient(s, ds, keep, slope if raw and cap > real(0.0) else 0, padded, delta)
             return
+        for target in (s, ds):
+            memory.fill(target, skip * width, real(0.0))
+            memory.fill(target + (skip + live) * width * size, (padded - skip - live) * width, real(0.0))
+        s, ds, k, v, j0 = s + skip * width * size, ds + skip * width * size, k + skip * dp * size, v + skip * dv * size, j0 + skip
         low_max, high_min = get_i64(limits, 4 * panel + 1), get_i64(limits, 4 * panel + 2)
-        if low_max <= j0 and j0 + padded - 1 <= high_min:
-            simd.scores(k, dp, padded, q + lane * dp * size, dim, s, ignored, 0, 0, 0)
+        if low_max <= j0 and j0 + live - 1 <= high_min:
+            simd.scores(k, dp, live, q + lane * dp * size, dim, s, ignored, 0, 0, 0)
         else:
-            simd.scores_masked(k, dp, padded, q + lane * dp * size, dim, s, ignored, low, high, j0)
+            simd.scores_masked(k, dp, live, q + lane * dp * size, dim, s, ignored, low, high, j0)
         if need_scores:
-            simd.scores(v, dv, padded, d + lane * dv * size, dv, ds, ignored, 0, 0, 0)
-            simd.score_gradient(s, ds, padded, lse, delta)
+            simd.scores(v, dv, live, d + lane * dv * size, dv, ds, ignored, 0, 0, 0)
+            simd.score_gradient(s, ds, live, factor, lse, delta)
         else:
-            simd.weights(s, ds, padded, lse, delta)
+            simd.weights(s, ds, live, factor, lse, delta)
 
     return cpu_simd.namespace(
-        "gradients", sizes=sizes, layout=layout, load=load, load_keys=load_keys, panel_gradient=panel_gradient,
+        "gradients", sizes=sizes, layout=layout, load=load, load_keys=load_keys, live_keys=live_keys, panel_gradient=panel_gradient,
         memory=memory, padding=padding,
     )  # fmt: skip
 
@@ -397,17 +415,31 @@ def make_backward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
             padded = common.load_keys(p, base, rows, b, h, packed, k0, first, n, begin, end, j0, offset)
             if padded == 0:
                 continue
+            begin_panel, end_panel = panels, 0
             for panel in range(panels):
+                skip, live = common.live_keys(p, base, rows, panel, j0, padded)
+                if live == 0:
+                    continue
+                begin_panel, end_panel = min(begin_panel, panel), panel + 1
+                need_scores = wants & (WANT_Q | WANT_K) != 0
                 common.panel_gradient(
-                    p, base, rows, b, h, first, panel, j0, padded, wants & (WANT_Q | WANT_K) != 0, True
+                    p, base, rows, b, h, first, panel, j0, padded, skip, live, need_scores, True
                 )
                 if wants & WANT_Q:
-                    at = panel * keys * width * size
-                    simd.values(k, dim_k, padded, ds + at, dim_k, dq + panel * width * dim_k * size, ones)
+                    at = (panel * keys + skip) * width * size
+                    simd.values(
+                        k + skip * dim_k * size, dim_k, live, ds + at, dim_k, dq + panel * width * dim_k * size, ones
+                    )
+            at, lane = begin_panel * keys * width * size, begin_panel * width
+            panels_live = end_panel - begin_panel  # they are neighbours: ranges move with the row
             if wants & WANT_V:
-                simd.outer(s, keys * width, panels, padded, d_rows, dim_v, dv + j0 * dim_v * size)
+                simd.outer(
+                    s + at, keys * width, panels_live, padded, d_rows + lane * dim_v * size, dim_v, dv + j0 * dim_v * size
+                )
             if wants & WANT_K:
-                simd.outer(ds, keys * width, panels, padded, q_rows, dim_k, dk + j0 * dim_k * size)
+                simd.outer(
+                    ds + at, keys * width, panels_live, padded, q_rows + lane * dim_k * size, dim_k, dk + j0 * dim_k * size
+                )
         if wants & WANT_Q:
             store_dq(p, base, rows, n, h, packed, q0 + first, dq)
 
@@ -561,7 +593,7 @@ def make_bias_gradient(real: Any, simd: Any) -> Callable[..., Any]:
             source = i // width * keys * width + i % width
             for j in range(count):
                 at = i * step_q + j * step_k
-                put(sums, at, get(sums, at) + get(ds, source + j * width))
+                put_f64(sums, at, get_f64(sums, at) + np.float64(get(ds, source + j * width)))
 
     @jit
     def add_rows(p, base, rows, b, h, first, j_first, j_last, sums):
@@ -576,7 +608,11 @@ def make_bias_gradient(real: Any, simd: Any) -> Callable[..., Any]:
             if padded == 0:
                 continue
             for panel in range((n + width - 1) // width):
-                common.panel_gradient(p, base, rows, b, h, first, panel, j0, padded, True, False)
+                skip, live = common.live_keys(p, base, rows, panel, j0, padded)
+                if live > 0:
+                    common.panel_gradient(p, base, rows, b, h, first, panel, j0, padded, skip, live, True, False)
+                else:
+                    memory.fill(ds + panel * keys * width * size, padded * width, real(0.0))
             add_block(p, ds, rows, n, min(keys, end - j0), sums)
 
     def bias_gradient(p, tile):
@@ -591,9 +627,10 @@ def make_bias_gradient(real: Any, simd: Any) -> Callable[..., Any]:
         q_block, k_block = tile // nk % nq, tile % nk
         j_first, j_last = (k_block * keys, min((k_block + 1) * keys, seqlen_kv)) if step_k else (0, seqlen_kv)
         _, _, bytes_ = common.sizes(p, rows)
-        base = malloc(bytes_ + rows * keys * size + 2 * LINE)
+        base = malloc(bytes_ + rows * keys * 8 + 2 * LINE)
         sums = up(base + bytes_, LINE)
-        memory.fill(sums, rows * keys, real(0.0))
+        for i in range(rows * keys):
+            put_f64(sums, i, 0.0)
         for bb in range(b if step_b else 0, b + 1 if step_b else batch):
             for hh in range(h if step_h else 0, h + 1 if step_h else heads):
                 for qq in range(q_block if step_q else 0, q_block + 1 if step_q else row_blocks):
@@ -602,7 +639,7 @@ def make_bias_gradient(real: Any, simd: Any) -> Callable[..., Any]:
         for i in range(min(rows, seqlen_q - first) if step_q else 1):
             for j in range(j_last - j_first if step_k else 1):
                 at = b * step_b + h * step_h + (first + i) * step_q + (j_first + j) * step_k
-                memory.set_value(kind, get_i64(p, P.dbias), at, get(sums, i * keys + j))
+                memory.set_value(kind, get_i64(p, P.dbias), at, real(get_f64(sums, i * keys + j)))
         free(base)
 
     return bias_gradient

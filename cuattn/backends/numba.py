@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import params
 from ..philox import threshold
 from ..program import Buffer, Host, Memset, Program
-from ..spec import AttentionSpec, Operand, row_major
+from ..spec import ITEMSIZE, AttentionSpec, Operand, row_major
 from .cpu_layout import (
     GROUP,
     KIND_BFLOAT16,
@@ -29,17 +29,20 @@ from .cpu_layout import (
     WANT_V,
     padding,
     panel_width,
+    second_level_bytes,
 )
 from .cpu_team import Team, make_job, thread_count
 
 Array = NDArray[Any]
 Values = dict[str, int | float]
 
-# (rows of a tile, keys of a block), measured in docs/performance/cpu.md
-FORWARD_ROWS, FORWARD_KEYS = 128, 128
-BACKWARD_ROWS, BACKWARD_KEYS = 128, 64
+# Measured in docs/performance/cpu.md
+MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all of them
+MIN_ROWS = 64  # below it copying costs more than finer tiles bring
+KEYS = 64  # of a block: it stays in the first-level cache
+TILES_PER_THREAD = 8  # so that the last ones do not keep all waiting
 SERIAL_FLOPS = 2.0e7  # below it (some 0.3 ms) waking helpers costs more than they bring
-PARTS_PER_THREAD = 4  # backward tiles per thread at least, so that the last one does not keep all waiting
+PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
 
 def unavailable() -> str | None:
@@ -131,10 +134,32 @@ def _entry(spec: AttentionSpec, loop: str, features: bool) -> str:
     return f"{loop}.{spec.accumulator}" + (".features" if features else "")
 
 
-def forward_program(spec: AttentionSpec) -> Program:
-    """One loop over blocks of query rows."""
-    rows = _fit(FORWARD_ROWS, spec.seqlen_q, panel_width(spec.accumulator))
-    keys = _fit(FORWARD_KEYS, spec.seqlen_kv, GROUP)
+def _forward_rows(spec: AttentionSpec, threads: int) -> int:
+    """Query rows of a tile: as many as the second-level cache has room for, but enough tiles for all threads."""
+    width = panel_width(spec.accumulator)
+    itemsize = ITEMSIZE[spec.accumulator]
+    rows = MAX_ROWS
+    while rows > MIN_ROWS and rows * (spec.head_dim + spec.head_dim_v) * itemsize > second_level_bytes() // 2:
+        rows //= 2
+    pairs = spec.batch * spec.heads_q
+    while rows > MIN_ROWS and pairs * -(-spec.seqlen_q // rows) < threads * TILES_PER_THREAD:
+        rows //= 2
+    return _fit(rows, spec.seqlen_q, width)
+
+
+def _backward_rows(spec: AttentionSpec, threads: int) -> int:
+    """Query rows of a block; parts of one head need blocks to be dealt."""
+    pairs, rows = spec.batch * spec.heads_kv, MAX_ROWS
+    wanted = 2 * -(-threads * PARTS_PER_THREAD // max(pairs, 1)) if pairs % threads else 1
+    while rows > MIN_ROWS and spec.group * -(-spec.seqlen_q // rows) < wanted:
+        rows //= 2
+    return _fit(rows, spec.seqlen_q, panel_width(spec.accumulator))
+
+
+def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
+    """One loop over blocks of query rows; any number of threads may run it, ``threads`` is what it is cut for."""
+    rows = _forward_rows(spec, threads or thread_count())
+    keys = _fit(KEYS, spec.seqlen_kv, GROUP)
     inputs = tuple(_operands(spec))
     outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
     tiles = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
@@ -155,8 +180,8 @@ def backward_program(spec: AttentionSpec, wants: frozenset[str], threads: int | 
     holds its own sums of dk and dv, O(sequence), which a last loop adds up in a fixed order.
     """
     threads = threads or thread_count()
-    rows = _fit(BACKWARD_ROWS, spec.seqlen_q, panel_width(spec.accumulator))
-    keys = _fit(BACKWARD_KEYS, spec.seqlen_kv, GROUP)
+    rows = _backward_rows(spec, threads)
+    keys = _fit(KEYS, spec.seqlen_kv, GROUP)
     values = _common(spec, rows, keys)
     dout = spec.dout or Operand(spec.dtype, (), spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v))
     _set_strides(values, "dout", dout)
@@ -309,5 +334,5 @@ class Prepared:
 def prepare(spec: AttentionSpec, device: int | None, wants: frozenset[str] | None) -> Prepared:
     """Compile what a forward (``wants`` None) or a backward for ``wants`` needs on NumPy arrays."""
     threads = thread_count()
-    program = forward_program(spec) if wants is None else backward_program(spec, wants, threads)
+    program = forward_program(spec, threads) if wants is None else backward_program(spec, wants, threads)
     return Prepared(program, spec, threads)
