@@ -15,6 +15,7 @@ import numpy as np
 from ..call import INTEGER_VECTORS
 from ..errors import argument_error
 from . import jax_primitives as primitives
+from . import xla_ffi
 from .jaxcompat import vary_alike
 
 _TAKES = "a JAX or NumPy array like q"
@@ -26,6 +27,8 @@ def canonical(named: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[lis
 
     Raises ``ValueError`` or ``TypeError`` naming the argument.
     """
+    if xla_ffi.forked():
+        raise RuntimeError("cuattn: JAX was used before this process was forked; start workers with spawn")
     arrays = {name: _operand(name, x) for name, x in named.items()}
     static = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     backend = static.pop("backend", None)

@@ -736,9 +736,14 @@ def _mark_forked() -> None:
     TABLE[SLOT_FORKED] = 1
 
 
+def forked() -> bool:
+    """Whether this process is a fork of one in which the handlers were registered: XLA's threads are gone."""
+    return bool(TABLE[SLOT_FORKED])
+
+
 def calls() -> int:
     """How often the handlers have run a program in this process (a captured CUDA graph replays without them)."""
     return int(TABLE[SLOT_CALLS])
 
 
-__all__ = ["BackendUnavailable", "Encoded", "calls", "encode", "key_of", "put", "register", "resolve"]
+__all__ = ["BackendUnavailable", "Encoded", "calls", "encode", "forked", "key_of", "put", "register", "resolve"]
