@@ -21,9 +21,9 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from numba import cfunc, njit, types  # noqa: E402
 
-from cuattn.interop import native, xla_ffi  # noqa: E402
+from cuattn.interop import native, xla_ffi, xla_handlers, xla_structs  # noqa: E402
 
-SOURCE = Path(xla_ffi.__file__).read_text()
+SOURCE = Path(xla_structs.__file__).read_text()
 
 
 # ------------------------------------------------------------------------------------------------ the C header
@@ -202,7 +202,7 @@ def test_errors_come_out_of_jax(on_cpu: None) -> None:
     other_version = good.plan.copy()
     other_version[0] += 1
     other_kind = good.plan.copy()
-    other_kind[xla_ffi.HEADER] = xla_ffi.STEP_LAUNCH
+    other_kind[xla_structs.HEADER] = xla_structs.STEP_LAUNCH
     unknown = xla_ffi.encode(host_program(entry="never_compiled"))
     for outputs, attributes, words in (
         (shapes, {"plan": good.plan}, "expected the attributes"),
@@ -254,17 +254,17 @@ class Machine:
         self.error: tuple[int, str] | None = None
         self.result = 0
         slots = {
-            xla_ffi.SLOT_LAUNCH: self.callback(self.launch, 4),
-            xla_ffi.SLOT_ENCODE: self.callback(self.encode_map, 12),
-            xla_ffi.SLOT_MEMSET: self.callback(self.memset, 4),
-            xla_ffi.SLOT_ERROR: self.callback(self.error_string, 2),
+            xla_handlers.SLOT_LAUNCH: self.callback(self.launch, 4),
+            xla_handlers.SLOT_ENCODE: self.callback(self.encode_map, 12),
+            xla_handlers.SLOT_MEMSET: self.callback(self.memset, 4),
+            xla_handlers.SLOT_ERROR: self.callback(self.error_string, 2),
         }
         for slot, address in slots.items():
-            xla_ffi.TABLE[slot] = address
+            xla_handlers.TABLE[slot] = address
         api = self.words(*[0] * 26)
-        api.view(np.int32)[xla_ffi.API_MINOR // 4] = 3
-        api[xla_ffi.API_ERROR_CREATE // 8] = self.callback(self.create_error, 1, ctypes.c_int64)
-        api[xla_ffi.API_STREAM_GET // 8] = self.callback(self.stream_get, 1, ctypes.c_int64)
+        api.view(np.int32)[xla_structs.API_MINOR // 4] = 3
+        api[xla_structs.API_ERROR_CREATE // 8] = self.callback(self.create_error, 1, ctypes.c_int64)
+        api[xla_structs.API_STREAM_GET // 8] = self.callback(self.stream_get, 1, ctypes.c_int64)
         self.api = api.ctypes.data
         self.handler = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(
             xla_ffi._handler("cuattn_cuda").address
@@ -287,8 +287,8 @@ class Machine:
 
     def launch(self, config: int, kernel: int, arguments: int, extra: int) -> int:
         grid = self.read(config, 7, np.uint32)
-        stream, attributes = self.read(config + xla_ffi.CONFIG_STREAM, 2)
-        count = self.read(config + xla_ffi.CONFIG_COUNT, 1, np.uint32)[0]
+        stream, attributes = self.read(config + xla_structs.CONFIG_STREAM, 2)
+        count = self.read(config + xla_structs.CONFIG_COUNT, 1, np.uint32)[0]
         pairs = [
             self.read(attributes + 72 * i, 1, np.int32) + self.read(attributes + 72 * i + 8, 1, np.int32)
             for i in range(count)
@@ -327,14 +327,14 @@ class Machine:
         size, _, message = self.read(args, 3)
         assert size == 28
         self.error = (
-            self.read(args + xla_ffi.ERROR_CREATE_CODE, 1, np.int32)[0],
+            self.read(args + xla_structs.ERROR_CREATE_CODE, 1, np.int32)[0],
             ctypes.string_at(message).decode(),
         )
         return 0xE44
 
     def stream_get(self, args: int) -> int:
         assert self.read(args, 3) == [32, 0, 0x77]
-        ctypes.memmove(args + xla_ffi.STREAM_GET_STREAM, self.words(0x57).ctypes.data, 8)
+        ctypes.memmove(args + xla_structs.STREAM_GET_STREAM, self.words(0x57).ctypes.data, 8)
         return 0
 
     def frame(self, arguments: list[int], results: list[int], encoded: Any = None) -> int:
@@ -349,19 +349,20 @@ class Machine:
             pointer = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0
             span = self.words(pointer, len(text)).ctypes.data
             plan = self.words(*encoded.plan.tolist())
-            array = self.words(xla_ffi.DTYPE_S64, len(plan), plan.ctypes.data).ctypes.data
-            kinds = np.array([xla_ffi.ATTR_IS_STRING, xla_ffi.ATTR_IS_ARRAY], np.int32)
+            array = self.words(xla_structs.DTYPE_S64, len(plan), plan.ctypes.data).ctypes.data
+            kinds = np.array([xla_structs.ATTR_IS_STRING, xla_structs.ATTR_IS_ARRAY], np.int32)
             self.keep.append(kinds)
             attrs = 48, 0, 2, kinds.ctypes.data, 0, self.words(span, array).ctypes.data
-        head = (176, 0, self.api, 0x77, xla_ffi.STAGE_EXECUTE)
+        head = (176, 0, self.api, 0x77, xla_structs.STAGE_EXECUTE)
         return int(self.words(*head, *buffers(arguments), *buffers(results), *attrs, 0).ctypes.data)
 
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    kept = xla_ffi.TABLE[: xla_ffi.KEYS].copy()
+    kept = xla_handlers.TABLE[: xla_handlers.KEYS].copy()
+    xla_handlers.MAPS.fill(0)
     yield Machine()
-    xla_ffi.TABLE[: xla_ffi.KEYS] = kept
+    xla_handlers.TABLE[: xla_handlers.KEYS] = kept
 
 
 KERNEL = Kernel("nowhere", "axpy", (("HEAD_DIM", 64), ("DTYPE", 1)))
@@ -394,7 +395,7 @@ def test_cuda_handler_launches_what_the_program_says(machine: Machine) -> None:
     assert second == ("map", 7, 1, 0x2000, [8], [], [8], [1], 0, 0, 3, 0)
     kind, kernel, grid, stream, attributes, block, maps, extra = launch
     assert (kind, kernel, grid, stream) == ("launch", 0xF00, [7, 2, 3, 256, 1, 1, 65536], 0x57)
-    assert attributes == [[xla_ffi.ATTRIBUTE_DEPENDENT, 1]]
+    assert attributes == [[xla_structs.ATTRIBUTE_DEPENDENT, 1]]
     assert (maps, extra) == ([0xABC, 0xABD], 0)
     want = dict.fromkeys(range(params.WORDS), 0)
     want |= {params.INDEX["q"]: 0x1000, params.INDEX["out"]: 0x2000, params.INDEX["scratch"]: 0x3000}
@@ -405,18 +406,38 @@ def test_cuda_handler_launches_what_the_program_says(machine: Machine) -> None:
     assert last[5][params.INDEX["k"]] == 0x1000
 
 
+def test_tensor_maps_are_encoded_once_per_address(machine: Machine) -> None:
+    encoded = xla_ffi.encode(gpu_program(), 90)
+    xla_ffi.put(xla_ffi.key_of("cuda", 90, "nowhere", "axpy", [["HEAD_DIM", 64], ["DTYPE", 1]]), 0xF00)
+    counts = []
+    for x, y in ((0x1000, 0x2000), (0x1000, 0x2000), (0x1000, 0x4000), (0x1000, 0x2000)):
+        machine.log.clear()
+        machine.maps = 2 if counts == [2] else 0  # how many the launch below is to look at
+        assert machine.handler(machine.frame([x], [y, 0x3000], encoded)) == 0
+        if counts == [2]:
+            (launch,) = [entry for entry in machine.log if entry[0] == "launch" and entry[4]]
+            assert launch[6] == [0xABC, 0xABD]
+        counts.append(sum(entry[0] == "map" for entry in machine.log))
+    assert counts[:3] == [2, 0, 1]
+    assert counts[3] in (0, 1)  # 1 where both addresses fall on one place
+    xla_handlers.MAPS.reshape(-1, xla_handlers.KEPT_BYTES // 8)[:, 0] = 1  # as if other threads were at all of them
+    machine.log.clear()
+    assert machine.handler(machine.frame([0x1000], [0x2000, 0x3000], encoded)) == 0
+    assert sum(entry[0] == "map" for entry in machine.log) == 2
+
+
 def test_cuda_handler_reports_the_drivers_words(machine: Machine) -> None:
     xla_ffi.put(xla_ffi.key_of("cuda", 90, "nowhere", "axpy", [["HEAD_DIM", 64], ["DTYPE", 1]]), 0xF00)
     machine.result = 701
     assert machine.handler(machine.frame([1], [2, 3], xla_ffi.encode(gpu_program(), 90))) == 0xE44
-    assert machine.error == (xla_ffi.INTERNAL, "cuattn: cuMemsetD8Async: out of luck")
+    assert machine.error == (xla_structs.INTERNAL, "cuattn: cuMemsetD8Async: out of luck")
     no_maps = Program(("x",), (), (), (Launch(KERNEL, (1, 1, 1), 2048, 0, params.pack({}), ()),))
     assert machine.handler(machine.frame([1], [], xla_ffi.encode(no_maps, 90))) == 0xE44
-    assert machine.error == (xla_ffi.INTERNAL, "cuattn: cuLaunchKernelEx: out of luck")
+    assert machine.error == (xla_structs.INTERNAL, "cuattn: cuLaunchKernelEx: out of luck")
     wrong = xla_ffi.encode(host_program())
     machine.result = 0
     assert machine.handler(machine.frame([1], [2, 3], wrong)) == 0xE44
-    assert machine.error == (xla_ffi.INVALID_ARGUMENT, "cuattn: this plan is not for a GPU")
+    assert machine.error == (xla_structs.INVALID_ARGUMENT, "cuattn: this plan is not for a GPU")
 
 
 def test_handlers_answer_xlas_question_for_metadata(machine: Machine) -> None:
@@ -424,9 +445,9 @@ def test_handlers_answer_xlas_question_for_metadata(machine: Machine) -> None:
         compiled = xla_ffi._handler(name)
         compiled = compiled[0] if isinstance(compiled, tuple) else compiled
         metadata = machine.words(*[0] * 6)
-        extension = machine.words(32, xla_ffi.EXTENSION_IS_METADATA, 0, metadata.ctypes.data)
+        extension = machine.words(32, xla_structs.EXTENSION_IS_METADATA, 0, metadata.ctypes.data)
         frame = machine.words(*[0] * 24)
-        frame[xla_ffi.FRAME_EXTENSION // 8], frame[xla_ffi.FRAME_API // 8] = (
+        frame[xla_structs.FRAME_EXTENSION // 8], frame[xla_structs.FRAME_API // 8] = (
             extension.ctypes.data,
             machine.api,
         )
