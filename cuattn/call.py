@@ -115,16 +115,15 @@ class Call:
             ("dout", dout, spec.out_shape, spec.dtype),
             ("dlse", dlse, spec.lse_shape, spec.accumulator),
         )
-        checked = []
+        adapter, checked = arrays_.adapter(self.library), []
         for name, x, shape, dtype in shapes:
             if x is not None:
                 library, x = arrays_.adopt(name, x)
-                adapter = arrays_.adapter(self.library)
                 if library != self.library or adapter.device(x) != self.home_device:
                     raise argument_error(name, f"a {library} array", f"an array like q: {self.library}")
                 if x.shape != shape:
                     raise argument_error(name, f"shape {x.shape}", str(shape))
-                if x.dtype.name != dtype:
+                if x.dtype != adapter.dtypes[dtype]:
                     raise argument_error(name, f"dtype {x.dtype.name}", dtype, kind=TypeError)
             checked.append(x)
         return checked[0], checked[1]

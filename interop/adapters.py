@@ -15,6 +15,7 @@ class Adapter(Protocol):
     """What the core asks of an array library."""
 
     library: str
+    dtypes: dict[str, Any]  # the library's own, by the names of ``spec.ITEMSIZE`` and "uint8"
 
     def key(self, x: Any) -> tuple[Any, ...]:
         """A cheap hashable that tells all of ``signature`` apart."""
@@ -56,9 +57,9 @@ class _Strided:
         import ml_dtypes
         import numpy as np
 
-        self._dtypes = {name: np.dtype(name) for name in ITEMSIZE if name != "bfloat16"}
-        self._dtypes["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
-        self._dtypes["uint8"] = np.dtype("uint8")
+        self.dtypes = {name: np.dtype(name) for name in ITEMSIZE if name != "bfloat16"}
+        self.dtypes["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+        self.dtypes["uint8"] = np.dtype("uint8")
 
     def address(self, x: Any) -> int:
         raise NotImplementedError
@@ -96,17 +97,17 @@ class NumpyAdapter(_Strided):
     def contiguous(self, x: Any, dtype: str) -> Any:
         import numpy as np
 
-        return np.ascontiguousarray(x, self._dtypes[dtype])
+        return np.ascontiguousarray(x, self.dtypes[dtype])
 
     def from_sequence(self, values: Any, dtype: str, like: Any) -> Any:
         import numpy as np
 
-        return np.asarray(values, self._dtypes[dtype])
+        return np.asarray(values, self.dtypes[dtype])
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
         import numpy as np
 
-        return np.full(shape, value, self._dtypes[dtype])
+        return np.full(shape, value, self.dtypes[dtype])
 
     def take(self, x: Any) -> Any:
         return x.get() if hasattr(x, "get") else x
@@ -128,10 +129,10 @@ class CupyAdapter(_Strided):
     def contiguous(self, x: Any, dtype: str) -> Any:
         import cupy
 
-        if x.flags.c_contiguous and x.dtype == self._dtypes[dtype]:
+        if x.flags.c_contiguous and x.dtype == self.dtypes[dtype]:
             return x
         with cupy.cuda.Device(self.device(x)):
-            return cupy.ascontiguousarray(x, self._dtypes[dtype])
+            return cupy.ascontiguousarray(x, self.dtypes[dtype])
 
     def copy(self, x: Any) -> Any:
         import cupy
@@ -143,13 +144,13 @@ class CupyAdapter(_Strided):
         import cupy
 
         with cupy.cuda.Device(self.device(like)):
-            return cupy.asarray(values, self._dtypes[dtype])
+            return cupy.asarray(values, self.dtypes[dtype])
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
         import cupy
 
         with cupy.cuda.Device(self.device(like)):
-            return cupy.full(shape, value, self._dtypes[dtype])
+            return cupy.full(shape, value, self.dtypes[dtype])
 
     def take(self, x: Any) -> Any:
         import cupy
