@@ -7,6 +7,7 @@ hold NaN before a program runs: what it does not write is seen.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,8 @@ from cuattn.program import Launch, Program
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
+if "CUATTN_TEST_OWN_BLOCKS" in os.environ:  # every array an allocation of its own, so memcheck knows its end
+    cupy.cuda.set_allocator(None)
 
 BIG = [
     cases._dense("many_tiles_causal", 600, 700, 128, options={"causal": True}),
@@ -43,17 +46,17 @@ THIN = (
     "mqa", "window_causal", "softcap", "alibi", "sinks", "bias", "bias_rows", "mask", "segments", "q_seqlens",
     "dropout", "deterministic", "everything", "varlen_everything",
 )  # fmt: skip
-# in a subprocess of test_older_architectures: its share of the thin table
-OLDER = device.forced_arch() is not None
+# a subprocess of the last tests here runs its share of the thin table
+SUBPROCESS = "CUATTN_TEST_SHARD" in os.environ
 SHARD, SHARDS = map(int, os.environ.get("CUATTN_TEST_SHARD", "0/1").split("/"))
 SHORT = ([cases.BY_NAME[name] for name in THIN] + BIG[:4])[SHARD::SHARDS]
-LONG = SHORT if OLDER else cases.CASES + BIG
+LONG = SHORT if SUBPROCESS else cases.CASES + BIG
 TABLE = [
     *(("mma", "bfloat16", case) for case in LONG),
     *(("mma", "float16", case) for case in SHORT),
     *(("wide", "float32", case) for case in LONG),
 ]
-if not OLDER:
+if device.forced_arch() is None:
     TABLE += [("sm90", "bfloat16", case) for case in LONG] + [("sm90", "float16", case) for case in SHORT]
     TABLE += [("wide", "float64", case) for case in LONG]
 
@@ -127,7 +130,6 @@ def test_case(family: str, dtype: str, case: cases.Case) -> None:
         cases.check_backward(problem, {n[1:]: host(x) for n, x in gradients.items()})
 
 
-@pytest.mark.skipif(OLDER, reason="says nothing new there")
 def test_a_graph_keeps_its_workspace() -> None:
     """Memory that a captured backward works in is nobody else's, as long as the graph may run."""
     q = cupy.ones((1, 512, 4, 64), cupy.float16)
@@ -146,18 +148,53 @@ def test_a_graph_keeps_its_workspace() -> None:
     del out, gradients
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(OLDER, reason="runs this file again")
-@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_86"])
-def test_older_architectures(arch: str) -> None:
-    """A thinner table on the paths of older GPUs; several processes, since the driver translates for long."""
+def run_again(which: str, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+    """Run the thin table's ``which`` (pytest's -k) in several processes, each behind a command prefix."""
     shards = min(8, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", "test_case"]
-    running = []
-    for i in range(shards):
-        environment = {**os.environ, "CUATTN_ARCH": arch, "CUATTN_TEST_SHARD": f"{i}/{shards}"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running.append(subprocess.Popen([*command, __file__], env=environment, **pipes))
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-k",
+        which,
+    ]
+    running = [
+        subprocess.Popen(
+            [*command, __file__],
+            env={**os.environ, **environment, "CUATTN_TEST_SHARD": f"{i}/{shards}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(shards)
+    ]
     for process in running:
         output, _ = process.communicate(timeout=800)
         assert process.returncode == 0 and " passed" in output, output[-6000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SUBPROCESS, reason="runs this file again")
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_86"])
+def test_older_architectures(arch: str) -> None:
+    """A thinner table on the paths of older GPUs; several processes, since the driver translates for long."""
+    run_again("test_case", {"CUATTN_ARCH": arch})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SUBPROCESS, reason="runs this file again")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool: str) -> None:
+    """compute-sanitizer finds nothing; it does not follow TMA's barriers: no racecheck of Hopper's kernels."""
+    program = shutil.which("compute-sanitizer", path=os.environ.get("PATH", "") + ":/usr/local/cuda/bin")
+    if program is None:
+        pytest.skip("no compute-sanitizer")
+    which = "test_case and not many_tiles" + (" and not sm90" if tool == "racecheck" else "")
+    prefix = (program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "5")
+    run_again(which, {"CUATTN_TEST_OWN_BLOCKS": "1"}, prefix)
