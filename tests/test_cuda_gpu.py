@@ -191,7 +191,7 @@ def test_older_architectures(arch: str) -> None:
 @pytest.mark.skipif(SUBPROCESS, reason="runs this file again")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str) -> None:
-    """compute-sanitizer finds nothing; it does not follow TMA's barriers: no racecheck of Hopper's kernels."""
+    """compute-sanitizer finds nothing. It does not follow TMA: no racecheck of Hopper's kernels."""
     program = shutil.which("compute-sanitizer", path=os.environ.get("PATH", "") + ":/usr/local/cuda/bin")
     if program is None:
         pytest.skip("no compute-sanitizer")
