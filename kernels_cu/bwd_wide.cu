@@ -15,7 +15,7 @@ namespace {
 
 constexpr int ND = HEAD_DIM / PARTS / 8, NDV = HEAD_DIM_V / PARTS / 8;  // this CTA's columns, in eights
 
-static_assert(ND % kVector == 0 && NDV % kVector == 0, "parts are whole groups of columns");
+static_assert(ND % kTiles == 0 && NDV % kTiles == 0, "parts are whole groups of columns");
 static_assert(STAGES == 1 || STAGES == 2, "one or two buffers");
 
 struct Visit {
@@ -57,26 +57,62 @@ struct State {
 
 // out += XT B over the query block's rows, with XT in registers.
 template <typename TB, int COLUMNS>
-DEVICE void accumulate(Accum (&out)[COLUMNS][4], const Accum (&x)[N][4], u32 b_lane, u32 seen) {
+DEVICE void accumulate(Accum (&out)[COLUMNS][4], const Accum (&x)[N][4], u32 b_lane, int part_of, u32 seen,
+                       const RowFactor& factor) {
 #pragma unroll
   for (int k = 0; k < BLOCK_M / 16; k++) {
-    const OperandA a = from_accumulator(x[2 * k], x[2 * k + 1]);
+    const OperandA a = from_accumulator(x[2 * k], x[2 * k + 1], factor);
 #if SCATTERED
     const Live live = live_rows(seen, k);
 #else
     const Live live;
 #endif
 #pragma unroll
-    for (int d = 0; d < COLUMNS; d += kVector) {
-      OperandB b[kVector];
-      load_b_rows<TB, true>(b, b_lane, 16 * k, d / kVector, live);
-      add_product(part<kVector>(out, d), a, b);
+    for (int d = 0; d < COLUMNS; d += kTiles) {
+      OperandB b[kTiles];
+      load_b_rows<TB, true>(b, b_lane, 16 * k, (PARTS > 1 ? part_of * COLUMNS : 0) / kTiles + d / kTiles, live);
+      add_product(part<kTiles>(out, d), a, b, factor);
     }
   }
 }
 
 #if WANT_DQ
-DEVICE void store_ds(const Work& w, const Accum (&ds)[N][4]) {
+#if SCALED
+typedef WideTile<BLOCK_N, BLOCK_M> TileS;  // dST in halves
+constexpr int DS_SCALES_AT = DS_AT + TileS::kBytes;
+
+// dST times the scales of K's rows over those of dO's, in halves; each warp's strip has one scale.
+DEVICE void store_ds(const Work& w, const Accum (&ds)[N][4], int stage) {
+  const int row = (threadIdx.x / 32) * 16 + w.lane / 4;
+  float x[N][4], largest = 0;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float2 scale = *(const float2*)(w.dout_scales(stage) + 8 * n + 2 * (w.lane % 4));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[n][i] = ds[n][i] * power_inverse(i % 2 ? scale.y : scale.x) * w.k_scales()[row + 8 * (i / 2)];
+      largest = max(largest, fabsf(x[n][i]));
+    }
+  }
+  const u32 field = exponent_field(warp_max(largest));
+  const float up = scale_up(field);
+  const u32 to = w.shared + DS_AT + 4 * (w.lane % 4);
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 big, small;
+      halve(x[n][2 * r] * up, x[n][2 * r + 1] * up, big, small);
+      store_shared4(to + TileS::offset(row + 8 * r, 2 * n), big);
+      store_shared4(to + TileS::offset(row + 8 * r, 2 * n + 1), small);
+    }
+  }
+  if (w.lane == 0) ((float*)(w.memory + DS_SCALES_AT))[threadIdx.x / 32] = scale_back(field);
+}
+#else
+constexpr int DS_PITCH = BLOCK_M + 8;
+
+DEVICE void store_ds(const Work& w, const Accum (&ds)[N][4], int) {
   Accum* to = (Accum*)(w.memory + DS_AT) + ((threadIdx.x / 32) * 16 + w.lane / 4) * DS_PITCH + 2 * (w.lane % 4);
 #pragma unroll
   for (int n = 0; n < N; n++) {
@@ -86,6 +122,25 @@ DEVICE void store_ds(const Work& w, const Accum (&ds)[N][4]) {
       to[8 * r * DS_PITCH + 8 * n + 1] = ds[n][2 * r + 1];
     }
   }
+}
+#endif
+
+// A: dS of query rows 16 * strip .. and keys 16 * k ..
+DEVICE OperandA load_ds(const Work& w, int strip, int k) {
+#if SCALED
+  return load_a_rows<TileS>(w.shared + DS_AT + TileS::lane_a_rows(w.lane), 16 * k, strip);
+#else
+  const Accum* ds = (const Accum*)(w.memory + DS_AT) + w.lane % 4 * DS_PITCH + 16 * strip + w.lane / 4;
+  Element x[2][4];
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[s][i] = ds[(16 * k + 8 * s + 4 * (i / 2)) * DS_PITCH + 8 * (i % 2)];
+  }
+  OperandA a;
+  a.set(x);
+  return a;
+#endif
 }
 
 #if DETERMINISTIC
@@ -113,9 +168,9 @@ DEVICE void await_turn(const Work& w, Visit v) {
 }
 #endif
 
-// dQ of the query block += dS K, in units of 16 rows and 8 * kVector columns.
-DEVICE void add_dq(const Work& w, Visit v) {
-  constexpr int STRIPS = BLOCK_M / 16, GROUPS = ND / kVector;
+// dQ of the query block += dS K, in units of 16 rows and 8 * kTiles columns.
+DEVICE void add_dq(const Work& w, Visit v, int stage) {
+  constexpr int STRIPS = BLOCK_M / 16, GROUPS = ND / kTiles;
   const Params& p = w.p;
   const Entry& e = w.scores.entry;
   Element* dq = (Element*)p.dq + (VARLEN ? 0 : e.batch) * p.dq_stride_b + v.head * p.dq_stride_h +
@@ -125,34 +180,33 @@ DEVICE void add_dq(const Work& w, Visit v) {
 #endif
   for (int unit = threadIdx.x / 32; unit < STRIPS * GROUPS; unit += NUM_WARPS) {
     const int strip = unit % STRIPS, group = unit / STRIPS;
-    const Accum* ds = (const Accum*)(w.memory + DS_AT) + w.lane % 4 * DS_PITCH + 16 * strip + w.lane / 4;
-    const u32 k_lane = w.k_down_lane + (w.part * GROUPS + group) * 128;
-    Accum sum[kVector][4];
+    Accum sum[kTiles][4];
     zero(sum);
 #pragma unroll 4
     for (int k = 0; k < BLOCK_N / 16; k++) {
-      Element x[2][4];
-#pragma unroll
-      for (int s = 0; s < 2; s++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[s][i] = ds[(16 * k + 8 * s + 4 * (i / 2)) * DS_PITCH + 8 * (i % 2)];
-      }
+      const OperandA a = load_ds(w, strip, k);
 #if SCATTERED
-      const Live live = live_columns(x);
+      const Live live = live_columns(a);
 #else
       const Live live;
 #endif
-      OperandA a;
-      a.set(x);
-      OperandB b[kVector];
-      load_b_rows<TileK, false>(b, k_lane, 16 * k, 0, live);
-      add_product(sum, a, b);
+      RowFactor factor;
+#if SCALED
+      factor.back[0] = factor.back[1] = ((const float*)(w.memory + DS_SCALES_AT))[k];
+#endif
+      OperandB b[kTiles];
+      load_b_rows<TileK, false>(b, w.k_down_lane, 16 * k, w.part * GROUPS + group, live);
+      add_product(sum, a, b, factor);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = v.m * BLOCK_M + 16 * strip + 8 * r + w.lane / 4;
+      Accum scale = w.scores.scale;
+#if SCALED
+      scale *= w.dout_scales(stage)[16 * strip + 8 * r + w.lane / 4];
+#endif
       if (row >= w.rows.first && row < w.rows.last)
-        store_row<true>(dq + row * p.dq_stride_s, sum, r, w.scores.scale, group, (int)p.head_dim - w.part * (ND * 8),
+        store_row<true>(dq + row * p.dq_stride_s, sum, r, scale, group, (int)p.head_dim - w.part * (ND * 8),
                         (int)p.head_dim, w.lane);
     }
   }
@@ -164,24 +218,35 @@ DEVICE void add_dq(const Work& w, Visit v) {
 }
 #endif
 
+// Gives XT the scales of the rows of Q (of 0) or dO (1), which it meets.
+DEVICE RowFactor scale_queries(const Work& w, Accum (&x)[N][4], int of, int stage) {
+#if SCALED
+  scale_columns(x, of ? w.dout_scales(stage) : w.q_scales(stage), 1, w.lane);
+  return row_factor(x);
+#else
+  return RowFactor();
+#endif
+}
+
 // One query block of one head.
 DEVICE void absorb(const Work& w, State& state, Visit v, int stage) {
   Accum s[N][4], dp[N][4];
   u32 seen = ~0u;
   score_gradients<false>(s, dp, w, v.m, stage, seen);
 #if WANT_DQ
-  store_ds(w, dp);
+  store_ds(w, dp, stage);
 #endif
 #if WANT_DV
-  accumulate<TileO, NDV>(state.dv, s, w.dout_tile(stage) + TileO::lane_down_pairs(w.lane) + w.part * (NDV / kVector) * 128,
-                         seen);
+  accumulate<TileO, NDV>(state.dv, s, w.dout_tile(stage) + TileO::lane_b_rows(w.lane), w.part, seen,
+                         scale_queries(w, s, 1, stage));
 #endif
 #if WANT_DK
-  accumulate<TileQ, ND>(state.dk, dp, w.q_tile(stage) + TileQ::lane_down_pairs(w.lane) + w.part * (ND / kVector) * 128, seen);
+  accumulate<TileQ, ND>(state.dk, dp, w.q_tile(stage) + TileQ::lane_b_rows(w.lane), w.part, seen,
+                        scale_queries(w, dp, 0, stage));
 #endif
 #if WANT_DQ
   __syncthreads();
-  add_dq(w, v);
+  add_dq(w, v, stage);
 #endif
 }
 
@@ -195,8 +260,8 @@ DEVICE void store_gradient(const Work& w, Accum (&x)[COLUMNS][4], Element* to, i
     const int row = w.key + 8 * r;
     if (row >= rows) continue;
 #pragma unroll
-    for (int d = 0; d < COLUMNS; d += kVector)
-      store_row<SPLIT_GROUP>(to + row * stride_s + column, part<kVector>(x, d), r, factor, d / kVector, head_dim - column,
+    for (int d = 0; d < COLUMNS; d += kTiles)
+      store_row<SPLIT_GROUP>(to + row * stride_s + column, part<kTiles>(x, d), r, factor, d / kTiles, head_dim - column,
                              head_dim, w.lane);
   }
 }
@@ -218,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd_wide(const
   w.n = found.index / PARTS;
   w.part = found.index % PARTS;
   w.head_last = SPLIT_GROUP ? head_first + 1 : head_first + group;
-  w.k_down_lane = w.shared + TileK::lane_down(w.lane);
+  w.k_down_lane = w.shared + TileK::lane_b_rows_apart(w.lane);
 
   State state;
 #if WANT_DK
@@ -230,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd_wide(const
   Visit v = {w.head_last, 0};
   if (w.rows.last > w.rows.first) v = w.seek({head_first, w.rows.first / BLOCK_M});
   int stage = 0;
+  bool first = true;
   if (v.head < w.head_last) {
     w.load_keys(head_kv, n0);
     if (STAGES == 2) w.load_queries(v.head, v.m, 0);
@@ -244,6 +310,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd_wide(const
       cp_async_commit();
     }
     cp_async_wait<0>();
+    if (first) w.split_keys();
+    first = false;
+    w.split_queries(stage);
     __syncthreads();
     if (STAGES == 2 && next.head < w.head_last) w.load_queries(next.head, next.m, stage ^ 1);
     cp_async_commit();

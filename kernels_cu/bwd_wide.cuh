@@ -21,7 +21,6 @@ constexpr int THREADS = 32 * NUM_WARPS;
 constexpr int N = BLOCK_M / 8;
 constexpr int GROUP = N < 4 ? N : 4;  // score columns in flight, in eights
 constexpr bool SCORE_GRADIENTS = WANT_DQ || WANT_DK || !WANT_DV;
-constexpr int DS_PITCH = BLOCK_M + 8;
 
 static_assert(BLOCK_N == 16 * NUM_WARPS, "a warp owns 16 keys");
 static_assert(BLOCK_M % 16 == 0 && N % GROUP == 0 && BLOCK_M <= 128, "whole steps of 16 rows");
@@ -38,7 +37,8 @@ constexpr int Q_AT = V_AT + (SCORE_GRADIENTS ? TileV::kBytes : 0);
 constexpr int DO_AT = Q_AT + STAGES * TileQ::kBytes;
 constexpr int ROWS_AT = DO_AT + STAGES * TileO::kBytes;  // LSE, then delta, of each stage
 constexpr int ROW_BYTES = BLOCK_M * (int)sizeof(Accum);
-constexpr int DS_AT = ROWS_AT + 2 * STAGES * ROW_BYTES;
+constexpr int SCALES_AT = ROWS_AT + 2 * STAGES * ROW_BYTES;  // of the rows of K and V, and of Q and dO of each stage
+constexpr int DS_AT = SCALES_AT + (SCALED ? 4 * (2 * BLOCK_N + 2 * STAGES * BLOCK_M) : 0);
 
 struct Tiles {
   const Params& p;
@@ -58,8 +58,8 @@ struct Tiles {
     key = n0 + (threadIdx.x / 32) * 16 + lane / 4;
     memory = at;
     shared = smem_address(at);
-    k_lane = shared + TileK::lane_across(lane) + (threadIdx.x / 32) * 16 * TileK::kRowBytes;
-    v_lane = shared + V_AT + TileV::lane_across(lane) + (threadIdx.x / 32) * 16 * TileV::kRowBytes;
+    k_lane = shared + TileK::lane_a(lane) + (threadIdx.x / 32) * 16 * TileK::kRowBytes;
+    v_lane = shared + V_AT + TileV::lane_a(lane) + (threadIdx.x / 32) * 16 * TileV::kRowBytes;
   }
 
   // NOTE: keys that no row sees must not meet their zero gradients.
@@ -103,6 +103,26 @@ struct Tiles {
     return ((const Accum*)(memory + ROWS_AT + (2 * stage + kind) * ROW_BYTES))[row];
   }
 
+#if SCALED
+  DEVICE float* k_scales() const { return (float*)(memory + SCALES_AT); }
+  DEVICE float* v_scales() const { return k_scales() + BLOCK_N; }
+  DEVICE float* q_scales(int stage) const { return v_scales() + BLOCK_N + stage * BLOCK_M; }
+  DEVICE float* dout_scales(int stage) const { return q_scales(STAGES) + stage * BLOCK_M; }
+#endif
+  // What the thread loaded has arrived.
+  DEVICE void split_keys() const {
+#if SCALED
+    split_tile<TileK, THREADS>(shared, k_scales(), threadIdx.x);
+    if (SCORE_GRADIENTS) split_tile<TileV, THREADS>(shared + V_AT, v_scales(), threadIdx.x);
+#endif
+  }
+  DEVICE void split_queries(int stage) const {
+#if SCALED
+    split_tile<TileQ, THREADS>(q_tile(stage), q_scales(stage), threadIdx.x);
+    split_tile<TileO, THREADS>(dout_tile(stage), dout_scales(stage), threadIdx.x);
+#endif
+  }
+
   DEVICE u32 q_tile(int stage) const { return shared + Q_AT + stage * TileQ::kBytes; }
   DEVICE u32 dout_tile(int stage) const { return shared + DO_AT + stage * TileO::kBytes; }
 };
@@ -119,7 +139,7 @@ DEVICE void product(Accum (&c)[N][4], u32 a_lane, u32 b_lane) {
       OperandB b[GROUP];
 #pragma unroll
       for (int i = 0; i < GROUP; i++) b[i] = load_b<TB>(b_lane, 8 * (n + i), step);
-      add_product(part<GROUP>(c, n), a, b);
+      add_product(part<GROUP>(c, n), a, b, RowFactor());
     }
   }
 }
@@ -202,8 +222,13 @@ DEVICE void differentiate(Accum (&s)[N][4], Accum (&dp)[N][4], const Tiles& w, i
 // Scores of the query block in `stage` against the block of keys, and their gradients.
 template <bool FOR_BIAS>
 DEVICE void score_gradients(Accum (&s)[N][4], Accum (&dp)[N][4], const Tiles& w, int m, int stage, u32& seen) {
-  product<TileK, TileQ>(s, w.k_lane, w.q_tile(stage) + TileQ::lane_across(w.lane));
-  if (SCORE_GRADIENTS) product<TileV, TileO>(dp, w.v_lane, w.dout_tile(stage) + TileO::lane_across(w.lane));
+  product<TileK, TileQ>(s, w.k_lane, w.q_tile(stage) + TileQ::lane_b(w.lane));
+  if (SCORE_GRADIENTS) product<TileV, TileO>(dp, w.v_lane, w.dout_tile(stage) + TileO::lane_b(w.lane));
+#if SCALED
+  const int key = (threadIdx.x / 32) * 16 + w.lane / 4;
+  unscale(s, w.k_scales() + key, w.q_scales(stage), w.lane);
+  if (SCORE_GRADIENTS) unscale(dp, w.v_scales() + key, w.dout_scales(stage), w.lane);
+#endif
   differentiate<FOR_BIAS>(s, dp, w, m * BLOCK_M + 2 * (w.lane % 4), stage, seen);
 }
 

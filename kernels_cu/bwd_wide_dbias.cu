@@ -20,6 +20,8 @@ DEVICE void add_tile(Accum (&sum)[N][4], const Params& p, int batch, int head, i
   w.load_queries(head, m, 0);
   cp_async_commit();
   cp_async_wait<0>();
+  w.split_keys();
+  w.split_queries(0);
   __syncthreads();
   Accum s[N][4], ds[N][4];
   u32 seen;

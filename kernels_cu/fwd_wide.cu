@@ -23,6 +23,9 @@ typedef WideTile<BLOCK_M, HEAD_DIM> TileQ;
 typedef WideTile<BLOCK_N, HEAD_DIM> TileK;
 typedef WideTile<BLOCK_N, HEAD_DIM_V> TileV;
 
+// Shared memory, in bytes from its start: tiles, then the scales of their rows.
+constexpr int K_AT = TileQ::kBytes, V_AT = K_AT + STAGES * TileK::kBytes;
+
 // What a CTA knows of its work; the accumulators live beside it.
 struct Work {
   const Params& p;
@@ -33,6 +36,7 @@ struct Work {
   int columns_v;                // of V that are this CTA's
   const Element* k;
   const Element* v;
+  u8* memory;
   u32 q_shared, k_shared, v_shared;
   u32 q_lane, k_lane, v_lane;   // where this lane reads (wide.cuh), its warp's rows of Q included
   int row;                      // the thread's first; the other is 8 below
@@ -45,6 +49,27 @@ struct Work {
     while (n >= lowest && !live_tile(live, n)) n--;
 #endif
     return n >= lowest ? n : -1;
+  }
+
+#if SCALED
+  DEVICE float* q_scales() const { return (float*)(memory + V_AT + STAGES * TileV::kBytes); }
+  DEVICE float* k_scales(int stage) const { return q_scales() + BLOCK_M + stage * BLOCK_N; }
+  DEVICE float* v_scales(int stage) const { return q_scales() + BLOCK_M + (STAGES + stage) * BLOCK_N; }
+#endif
+  DEVICE void split_q() const {
+#if SCALED
+    split_tile<TileQ, THREADS>(q_shared, q_scales(), threadIdx.x);
+#endif
+  }
+  DEVICE void split_k(int stage) const {
+#if SCALED
+    split_tile<TileK, THREADS>(k_shared + stage * TileK::kBytes, k_scales(stage), threadIdx.x);
+#endif
+  }
+  DEVICE void split_v(int stage) const {
+#if SCALED
+    split_tile<TileV, THREADS>(v_shared + stage * TileV::kBytes, v_scales(stage), threadIdx.x);
+#endif
   }
 
   // NOTE: both are bounded by what the block sees: a value that nothing sees must not meet its zero weights.
@@ -75,9 +100,12 @@ DEVICE void scores_of(Accum (&s)[N][4], const Work& w, int stage) {
       OperandB b[GROUP];
 #pragma unroll
       for (int i = 0; i < GROUP; i++) b[i] = load_b<TileK>(w.k_lane + stage * TileK::kBytes, 8 * (n + i), step);
-      add_product(part<GROUP>(s, n), a, b);
+      add_product(part<GROUP>(s, n), a, b, RowFactor());
     }
   }
+#if SCALED
+  unscale(s, w.q_scales() + (threadIdx.x / 32) * 16 + w.lane / 4, w.k_scales(stage), w.lane);
+#endif
 }
 
 // Turns raw products into stored scores. BOUNDED: the tile crosses a diagonal or an end, so positions are tested.
@@ -153,6 +181,21 @@ DEVICE void apply_dropout(Accum (&s)[N][4], const Work& w, int column) {
 }
 #endif
 
+#if SCALED
+// Gives the weights the scales of V's rows, relative to the largest, which a weight is at most.
+DEVICE RowFactor scale_weights(Accum (&s)[N][4], const Work& w, int stage) {
+  const float* scales = w.v_scales(stage);
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCK_N; i += 32) largest = max(largest, scales[(i + w.lane) % BLOCK_N]);
+  const float up = scale_up(__float_as_uint(warp_max(largest)) >> 23) * 0.5f;
+  scale_columns(s, scales, up, w.lane);
+  RowFactor factor;
+  factor.back[0] = factor.back[1] = power_inverse(up);
+  return factor;
+}
+#endif
+
 // Softmax of one tile's scores, then out += weights . V.
 template <bool BOUNDED>
 DEVICE void absorb(const Work& w, State& state, Accum (&s)[N][4], int n, int stage) {
@@ -172,19 +215,24 @@ DEVICE void absorb(const Work& w, State& state, Accum (&s)[N][4], int n, int sta
       for (int i = 0; i < 4; i++) state.out[d][i] *= rescale[i / 2];
     }
   }
+#if SCALED
+  const RowFactor factor = scale_weights(s, w, stage);
+#else
+  const RowFactor factor;
+#endif
 #pragma unroll
   for (int k = 0; k < BLOCK_N / 16; k++) {
-    const OperandA a = from_accumulator(s[2 * k], s[2 * k + 1]);
+    const OperandA a = from_accumulator(s[2 * k], s[2 * k + 1], factor);
 #if SCATTERED
     const Live live = live_rows(seen, k);
 #else
     const Live live;
 #endif
 #pragma unroll
-    for (int d = 0; d < ND; d += kVector) {
-      OperandB b[kVector];
-      load_b_rows<TileV, true>(b, w.v_lane + stage * TileV::kBytes, 16 * k, d / kVector, live);
-      add_product(part<kVector>(state.out, d), a, b);
+    for (int d = 0; d < ND; d += kTiles) {
+      OperandB b[kTiles];
+      load_b_rows<TileV, true>(b, w.v_lane + stage * TileV::kBytes, 16 * k, d / kTiles, live);
+      add_product(part<kTiles>(state.out, d), a, b, factor);
     }
   }
 }
@@ -195,17 +243,21 @@ DEVICE int step(const Work& w, State& state, int n, int& stage) {
   const int next = w.visit(n - 1);
   Accum s[N][4];
   cp_async_wait<0>();
-  __syncthreads();
+  w.split_k(stage);
 #if STAGES == 1
+  __syncthreads();
   w.load_v(n, 0);
   cp_async_commit();
   scores_of(s, w, 0);
   cp_async_wait<0>();
+  w.split_v(0);
   __syncthreads();
   if (next >= 0) w.load_k(next, 0);
   cp_async_commit();
   absorb<BOUNDED>(w, state, s, n, 0);
 #else
+  w.split_v(stage);
+  __syncthreads();
   if (next >= 0) {
     w.load_k(next, stage ^ 1);
     w.load_v(next, stage ^ 1);
@@ -238,9 +290,9 @@ DEVICE void finish(const Work& w, State& state, int head, int column) {
     if (row >= rows) continue;
     if (p.lse && column == 0 && (w.lane & 3) == 0) lse[row] = live ? row_lse : -(Accum)infinity();
 #pragma unroll
-    for (int d = 0; d < ND; d += kVector) {
-      if (!live) zero(part<kVector>(state.out, d));  // a row that saw nothing may have met another row's NaN
-      store_row<false>(out + row * p.out_stride_s, part<kVector>(state.out, d), r, live ? factor : (Accum)0, d / kVector,
+    for (int d = 0; d < ND; d += kTiles) {
+      // NOTE: factor 0 makes zeros of what a row that saw nothing met: another row's NaN, perhaps
+      store_row<false>(out + row * p.out_stride_s, part<kTiles>(state.out, d), r, live ? factor : (Accum)0, d / kTiles,
                 w.columns_v, (int)p.head_dim_v, w.lane);
     }
   }
@@ -269,13 +321,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fwd_wide(const
   w.columns_v = (int)p.head_dim_v - column;
   w.k = (const Element*)p.k + batch * p.k_stride_b + head_kv * p.k_stride_h + e.start_kv * p.k_stride_s;
   w.v = (const Element*)p.v + batch * p.v_stride_b + head_kv * p.v_stride_h + e.start_kv * p.v_stride_s + column;
+  w.memory = shared;
   w.q_shared = smem_address(shared);
-  w.k_shared = w.q_shared + TileQ::kBytes;
-  w.v_shared = w.k_shared + STAGES * TileK::kBytes;
+  w.k_shared = w.q_shared + K_AT;
+  w.v_shared = w.q_shared + V_AT;
   w.lane = threadIdx.x % 32;
-  w.q_lane = w.q_shared + TileQ::lane_across(w.lane) + (threadIdx.x / 32) * 16 * TileQ::kRowBytes;
-  w.k_lane = w.k_shared + TileK::lane_across(w.lane);
-  w.v_lane = w.v_shared + TileV::lane_down_pairs(w.lane);
+  w.q_lane = w.q_shared + TileQ::lane_a(w.lane) + (threadIdx.x / 32) * 16 * TileQ::kRowBytes;
+  w.k_lane = w.k_shared + TileK::lane_b(w.lane);
+  w.v_lane = w.v_shared + TileV::lane_b_rows(w.lane);
   w.row = m0 + (threadIdx.x / 32) * 16 + w.lane / 4;
 #if MASK || SEGMENTS
   w.live = live_row(p, found.batch, head, index);
@@ -294,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) fwd_wide(const
     w.load_k(n, 0);
     if (STAGES == 2) w.load_v(n, 0);
     cp_async_commit();
+    cp_async_wait<0>();
+    w.split_q();
   }
   while (n >= w.clean_last) n = step<true>(w, state, n, stage);  // right diagonal, end
   while (n >= max(w.clean_first, 0)) n = step<false>(w, state, n, stage);

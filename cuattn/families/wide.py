@@ -1,4 +1,4 @@
-"""The wide family (``kernels_cu/*_wide*``), its forward: float32 and float64 on sm_75 and newer, every feature.
+"""The wide family (``kernels_cu/*_wide*``), its forward: float32 and float64, sm_75 and newer, every feature.
 
 Pure: a spec and a device description in, a ``Program`` out. The backward's program is ``wide_backward``'s.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..spec import AttentionSpec
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # compile-time head dims; others round up
-PRODUCTS = {"highest": 3, "tf32": 1, "bf16": 2}  # wide.cuh's WIDE for float32
+PRODUCTS = {"highest": 4, "tf32": 1, "bf16": 2}  # wide.cuh's WIDE for float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Tile:
     stages: int
     min_blocks: int = 1
     parts: int = 1
+    side: int = 2
 
     @property
     def num_warps(self) -> int:
@@ -41,16 +42,18 @@ class Tile:
         """Whether the row is for head dims like these."""
         return max(spec.head_dim, spec.head_dim_v) <= self.head_dim
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of dynamic shared memory: Q, and the stages of K and of a part's columns of V."""
+    def shared_memory(self, spec: AttentionSpec, device: Device) -> int:
+        """Bytes of dynamic shared memory: Q, the stages of K and of a part's columns of V, and scales of their rows."""
         d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v, self.parts) // self.parts
-        return ITEMSIZE[spec.dtype] * (self.block_m * d + self.stages * self.block_n * (d + dv))
+        tiles = self.block_m * d + self.stages * self.block_n * (d + dv)
+        scales = self.block_m + 2 * self.stages * self.block_n if scaled(spec, device) else 0
+        return ITEMSIZE[spec.dtype] * (tiles + scales)
 
 
-# float32: a thread keeps head_dim_v / 2 sums and block_n / 2 scores beside two operands in two halves each.
+# float32: a thread keeps head_dim_v / 2 sums and block_n / 2 scores beside its operands.
 FLOAT32 = (
     Tile(64, 128, 64, 2),
-    Tile(64, 64, 32, 2),  # sm_86, sm_89: 48 KB
+    Tile(64, 64, 32, 2),  # sm_75: 48 KB
     Tile(128, 128, 32, 2),
     Tile(128, 64, 32, 1),  # sm_86, sm_89: 64 KB; sm_75 has just that
     Tile(192, 64, 32, 1),
@@ -95,11 +98,16 @@ def product(spec: AttentionSpec, device: Device) -> int:
     return PRODUCTS[spec.precision] if spec.dtype == "float32" and device.arch >= 80 else 0
 
 
+def scaled(spec: AttentionSpec, device: Device) -> bool:
+    """Whether tiles are scaled row by row: wide.cuh's SCALED."""
+    return product(spec, device) == 4
+
+
 def fitting(spec: AttentionSpec, device: Device) -> Tile | None:
     """The first row of the table that the head dims and the device's shared memory allow."""
     rows = FLOAT32 if spec.dtype == "float32" else FLOAT64
     room = device.shared_memory_per_block
-    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec) <= room), None)
+    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec, device) <= room), None)
 
 
 def defines(spec: AttentionSpec, device: Device) -> dict[str, int]:
@@ -117,6 +125,7 @@ def kernel(spec: AttentionSpec, device: Device, t: Tile) -> Kernel:
         "HEAD_DIM": rounded(spec.head_dim), "HEAD_DIM_V": rounded(spec.head_dim_v, t.parts) // t.parts,
         "BLOCK_M": t.block_m, "BLOCK_N": t.block_n,
         "NUM_WARPS": t.num_warps, "STAGES": t.stages, "MIN_BLOCKS": t.min_blocks, "PARTS": t.parts,
+        "SIDE": t.side,
     }  # fmt: skip
     return Kernel("fwd_wide", "fwd_wide", tuple(found.items()))
 
@@ -133,7 +142,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
         kernel=kernel(spec, device, t),
         grid=(-(-spec.seqlen_q // t.block_m) * t.parts * spec.batch * spec.heads_q, 1, 1),
         block=32 * t.num_warps,
-        shared_memory=t.shared_memory(spec),
+        shared_memory=t.shared_memory(spec, device),
         block_words=params.pack(common.words(spec) | live.words | {"aux3": section}),
         pointers=(*((name, name) for name in (*inputs, "out", "lse")), *live.pointers),
     )

@@ -1,7 +1,7 @@
 """The wide family's backward as a ``Program``: row sums, the main kernel, the gradients of sinks and bias.
 
-Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are ``bwd_wide*.cu`` of
-``kernels_cu``. The main one adds to dq and writes dk and dv: nothing is converted afterwards.
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are ``bwd_wide*.cu``
+of ``kernels_cu``; the main one adds to dq and writes dk and dv, so nothing is converted afterwards.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Tile:
     min_blocks: int = 1
     parts: int = 1
     apart: bool = False
+    side: int = 4
 
     @property
     def num_warps(self) -> int:
@@ -48,26 +49,33 @@ class Tile:
         """Whether the row is for head dims like these."""
         return max(spec.head_dim, spec.head_dim_v) <= self.head_dim
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of dynamic shared memory: K, V, the stages of Q, dO and of LSE and delta, dS."""
+    def shared_memory(self, spec: AttentionSpec, device: Device) -> int:
+        """Bytes of dynamic shared memory: K, V, the stages of Q, dO and of LSE and delta, dS, and scales of rows."""
         columns = rounded(spec.head_dim, self.parts) + rounded(spec.head_dim_v, self.parts)
         rows = self.block_n + self.stages * self.block_m
         scores = 2 * self.stages * self.block_m + self.block_n * (self.block_m + 8)
+        if wide.scaled(spec, device):
+            scores += 2 * rows + self.num_warps - 8 * self.block_n
         return ITEMSIZE[spec.dtype] * (rows * columns + scores)
 
 
 # float32: a thread keeps (head_dim + head_dim_v) / 2 sums and block_m scores and their gradients.
 FLOAT32 = (
-    Tile(64, 32, 128, 2),  # 116 KB
-    Tile(64, 32, 64, 1, 2),  # sm_86, sm_89: 58 KB
-    Tile(128, 32, 128, 2),  # 212 KB
-    Tile(128, 32, 64, 1, 1),  # sm_80: 106 KB
-    Tile(128, 16, 32, 1, 1),  # sm_75, sm_86, sm_89: 51 KB
-    Tile(192, 16, 64, 1, 1, apart=True),  # 128 KB
-    Tile(192, 16, 16, 1, 1, apart=True),  # sm_75, sm_86, sm_89: 50 KB
-    Tile(256, 16, 64, 1, 1, apart=True),  # 166 KB
-    Tile(256, 16, 32, 1, 1, apart=True),  # sm_80: 99 KB
-    Tile(256, 16, 16, 1, 1, apart=True),  # sm_86, sm_89: 66 KB
+    Tile(64, 32, 64, 2, 2),  # 75 KB: two blocks an SM
+    Tile(128, 32, 128, 2),  # 210 KB
+    Tile(128, 32, 64, 1),  # sm_80: 105 KB
+    Tile(128, 32, 32, 1),  # sm_86, sm_89: 69 KB
+    Tile(192, 32, 64, 1, apart=True),  # 153 KB
+    Tile(192, 32, 16, 1, apart=True),  # sm_86, sm_89: 75 KB
+    Tile(256, 32, 64, 1, apart=True),  # 202 KB
+    Tile(256, 32, 32, 1, apart=True),  # sm_80: 133 KB
+    Tile(256, 32, 16, 1, apart=True),  # sm_86, sm_89: 99 KB, all but 400 bytes
+)
+# sm_75, by FMA
+FLOAT32_PLAIN = (
+    Tile(64, 32, 64, 1),  # 58 KB
+    Tile(128, 16, 32, 1),  # 51 KB
+    Tile(192, 16, 16, 1, apart=True),  # 50 KB
 )
 
 # float64: twice the registers of everything.
@@ -82,9 +90,9 @@ FLOAT64 = (
 
 
 def _fitting(spec: AttentionSpec, device: Device) -> Tile | None:
-    rows = FLOAT32 if spec.dtype == "float32" else FLOAT64
+    rows = FLOAT64 if spec.dtype == "float64" else FLOAT32 if device.arch >= 80 else FLOAT32_PLAIN
     room = device.shared_memory_per_block
-    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec) <= room), None)
+    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec, device) <= room), None)
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -144,7 +152,7 @@ class _Plan:
         return wide.defines(spec, self.device) | {
             "HEAD_DIM": rounded(spec.head_dim, tile.parts),
             "HEAD_DIM_V": rounded(spec.head_dim_v, tile.parts),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "NUM_WARPS": tile.num_warps,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "NUM_WARPS": tile.num_warps, "SIDE": tile.side,
         }  # fmt: skip
 
     def pointers(self, *names: str) -> tuple[tuple[str, str], ...]:
@@ -190,7 +198,7 @@ def _main(plan: _Plan) -> list[Launch | Memset]:
     if "q" in wants and spec.deterministic:
         steps.append(Memset("semaphore"))
     heads = spec.batch * (spec.heads_q if plan.split_group else spec.heads_kv)
-    shared = tile.shared_memory(spec)
+    shared = tile.shared_memory(spec, plan.device)
     words = params.pack(common.words(spec) | live.words | {"aux3": plan.section})
     for some in launches:
         if not some:
@@ -244,7 +252,7 @@ def _dbias(plan: _Plan) -> list[Launch]:
     defines = tuple((plan.defines() | {"STAGES": 1}).items())
     scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
     pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
-    shared = tile.shared_memory(spec)
+    shared = tile.shared_memory(spec, plan.device)
     threads = 32 * tile.num_warps
     kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias", defines)
     steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), threads, shared, words, pointers)]
