@@ -1,7 +1,7 @@
 """``flash_attention`` on JAX arrays and tracers, and the drop-in for ``jax.nn.dot_product_attention``.
 
-Binds the primitives to canonical operands (``jax_operands.py``). Must not know XLA's C structs (``xla_ffi.py``) or rules of
-transformation (``jax_primitives.py``).
+Binds the primitives to canonical operands (``jax_operands.py``). Must not know XLA's C structs
+(``xla_ffi.py``) or rules of transformation (``jax_primitives.py``).
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def attention_fn(
     """For ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
 
     Shapes as in flax: (batch..., length, heads, dim); ``bias`` and ``mask`` broadcast to (batch..., heads,
-    q_length, kv_length). Refuses what has no meaning here: attention weights (``module``), dropout shared by the batch.
+    q_length, kv_length). Refuses what has no meaning here: attention weights (``module``), dropout that the
+    batch shares.
     """
     if module is not None:
         raise argument_error(
@@ -179,7 +180,7 @@ def attention_fn(
 
 
 def register() -> None:
-    """Register the handlers for this machine's platforms: before running a deserialised ``jax.export`` artefact."""
+    """Register the handlers for this machine's platforms: before running a program read by ``jax.export``."""
     for platform in {device.platform for device in jax.devices()} | {"cpu"}:
         if platform in ("cpu", "gpu", "cuda"):
             xla_ffi.register("cpu" if platform == "cpu" else "cuda")

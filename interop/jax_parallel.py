@@ -52,18 +52,20 @@ def ring_attention(
     precision: str | None = None,
     backend: str | None = None,
 ) -> Any:
-    """``cuattn.flash_attention`` of a sequence split over the mesh axis ``axis_name``, inside ``jax.shard_map``.
+    """``cuattn.flash_attention`` of a sequence split over the mesh axis ``axis_name``, in ``jax.shard_map``.
 
-    Arguments are this device's parts, (batch, seqlen / n, heads, head_dim) and so on, and mean what they mean in
-    ``flash_attention`` for the whole sequence, of as many keys as queries where position matters. Keys and
-    values go round the ring while attention to those at hand is computed; memory per device is that of its part.
+    Arguments are this device's parts, (batch, seqlen / n, heads, head_dim) and so on, and mean what they mean
+    in ``flash_attention`` for the whole sequence, of as many keys as queries where position matters. Keys and
+    values go round the ring while attention to those at hand is computed; memory per device is that of its
+    part.
 
-    With ``zigzag`` device r holds parts r and 2 n - 1 - r of 2 n (``zigzag_order``): causal attention is then the
-    same work on all. A window visits the neighbours that it reaches only; for one leave ``zigzag`` off.
-    ``batch_axis`` and ``head_axis``: the mesh axes, if any, that split batch and heads, for dropout to draw the
-    bits of the whole problem. Differentiable in q, k, v, sinks and softmax_scale.
+    With ``zigzag`` device r holds parts r and 2 n - 1 - r of 2 n (``zigzag_order``): causal attention is then
+    the same work on all. A window visits the neighbours that it reaches only; for one leave ``zigzag`` off.
+    ``batch_axis`` and ``head_axis``: the mesh axes, if any, that split batch and heads, for dropout to draw
+    the bits of the whole problem. Differentiable in q, k, v, sinks and softmax_scale.
 
-    Returns out, or (out, lse): this device's rows. Raises ``ValueError`` or ``TypeError`` naming the argument.
+    Returns out, or (out, lse): this device's rows. Raises ``ValueError`` or ``TypeError`` naming the
+    argument.
 
     Algorithm: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023.
     """
@@ -89,9 +91,10 @@ def ring_attention(
 
 
 def zigzag_order(seqlen: int, size: int) -> np.ndarray[Any, Any]:
-    """Rows of a sequence in the order in which ``ring_attention(zigzag=True)`` wants it split over ``size`` devices.
+    """Rows of a sequence in the order in which ``ring_attention(zigzag=True)`` wants it split over devices.
 
-    ``x[:, zigzag_order(s, n)]`` goes in, ``out[:, numpy.argsort(zigzag_order(s, n))]`` is in the sequence's order.
+    With ``order = zigzag_order(seqlen, size)``, ``x[:, order]`` goes in, and ``out[:, numpy.argsort(order)]``
+    is in the sequence's order.
     """
     if seqlen % (2 * size):
         raise argument_error("seqlen", str(seqlen), f"a multiple of 2 * size, {2 * size}")
@@ -119,7 +122,7 @@ def _shift_entries(named: Mapping[str, Any], batch_axis: Any, head_axis: Any, la
     return shift_dropout(named["dropout_seed"], **first)
 
 
-# ------------------------------------------------------------------------------------------------ which parts meet
+# ---------------------------------------------------------------------------------------- which parts meet
 @dataclass(frozen=True)
 class _Pair:
     """Rows and keys of this device that meet: ranges of the local arrays, or one of two by ``choose``."""
@@ -177,7 +180,7 @@ class _Ring:
             )
 
     def shifts(self, keys: int) -> list[int]:
-        """From how many devices back, in turn, keys are wanted: 0 first, those out of the window's reach never."""
+        """From how many devices back, in turn, keys are wanted: 0 first, those out of reach never."""
         if self.zigzag:
             return list(range(self.size))
         back = self.size - 1 if self.left < 0 else min(self.size - 1, -(-self.left // max(keys, 1)))
@@ -202,8 +205,8 @@ class _Ring:
         if not self.halves:
             return [
                 _Pair(
-                    (ranges[i],), (ranges[j],),
-                    starts[0][i] - starts[1][j] if self.positional else None, start=(starts[0][i], starts[1][j]),
+                    (ranges[i],), (ranges[j],), starts[0][i] - starts[1][j] if self.positional else None,
+                    start=(starts[0][i], starts[1][j]),
                 )
                 for i in (0, 1) for j in (0, 1)
             ]  # fmt: skip
@@ -267,7 +270,7 @@ def add(total: Any, x: Any, ranges: tuple[slice, ...], choose: Any, axis: int) -
     return total.at[(*lead, ranges[1])].add(jnp.where(choose, zero, x))
 
 
-# ------------------------------------------------------------------------------------------------ forward
+# ------------------------------------------------------------------------------------------------- forward
 def _to_rows(x: Any, layout: str) -> Any:
     """A (batch, heads, seqlen) array as a factor of out's rows."""
     return (x.swapaxes(1, 2) if layout == "bshd" else x)[..., None]
@@ -301,7 +304,7 @@ def _forward(ring: _Ring, named: dict[str, Any]) -> tuple[Any, Any]:
     total = None
     shifts = ring.shifts(keys)
     for shift, following in zip(shifts, [*shifts[1:], None], strict=True):
-        coming = None if following is None else ring.move(moving, following - shift)
+        coming = {} if following is None else ring.move(moving, following - shift)
         for pair in ring.pairs(shift, rows, keys):
             parts, call = ring.one({**named, **moving}, pair)
             found = primitives.attend(list(parts.values()), call)
@@ -387,7 +390,7 @@ def _gradients(
     sums: dict[str, Any] = {}  # of k and v, on the way home
     shifts = ring.shifts(keys)
     for shift, following in zip(shifts, [*shifts[1:], ring.size], strict=True):
-        coming = None if following == ring.size else ring.move(moving, following - shift)
+        coming = {} if following == ring.size else ring.move(moving, following - shift)
         here = {n: zeros[n] for n in wants if n != "q"}
         for pair in ring.pairs(shift, rows, keys):
             parts, call = ring.one({**named, **moving}, pair)
@@ -414,12 +417,12 @@ def _gradients(
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
-# ------------------------------------------------------------------------------------------------ Ulysses
+# ------------------------------------------------------------------------------------------------- Ulysses
 def ulysses_attention(q: Any, k: Any, v: Any, *, axis_name: Any, **options: Any) -> Any:
-    """``cuattn.flash_attention`` of a sequence split over ``axis_name``, by exchanging the split for one of heads.
+    """``cuattn.flash_attention`` of a sequence split over ``axis_name``, exchanged for a split of heads.
 
-    Inside ``jax.shard_map``; arguments are this device's parts, as in ``ring_attention``, and take the options
-    of that function but ``zigzag``. An all-to-all gives each device the whole sequence of some of the heads
+    Inside ``jax.shard_map``; arguments are this device's parts, as in ``ring_attention``, with the options of
+    that function but ``zigzag``. An all-to-all gives each device the whole sequence of some of the heads
     (their number a multiple of the devices'; fewer heads of k and v are repeated), another brings out back.
 
     Returns out, or (out, lse) with ``return_lse``: this device's rows. Differentiable by JAX.

@@ -76,7 +76,7 @@ def pull_back(
     return list(backward_p.bind(*arrays, out, lse, *incoming, call=call, wants=wants, dlse=dlse is not None))
 
 
-# ------------------------------------------------------------------------------------------------ abstract values
+# ----------------------------------------------------------------------------------------- abstract values
 def _out_avals(call: Call, avals: Sequence[Any]) -> tuple[Any, Any]:
     spec, q = call.spec(avals), avals[0]
     names = axis_names(q)
@@ -109,7 +109,7 @@ def _backward_avals(*avals: Any, call: Call, wants: tuple[str, ...], dlse: bool)
     return tuple(avals[call.names.index(name)].update(weak_type=False) for name in wants)
 
 
-# ------------------------------------------------------------------------------------------------ derivatives
+# --------------------------------------------------------------------------------------------- derivatives
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     out, lse = forward_p.bind(*primals, call=call)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
@@ -238,7 +238,7 @@ def _wide(dtype: Any) -> Any:
 def _one_by_one(
     function: Callable[..., Any], args: Sequence[Any], dims: Sequence[Any]
 ) -> tuple[list[Any], list[int]]:
-    """Map with a loop: for operands that no single call can hold, and for dropout, whose mask counts from batch 0."""
+    """Map with a loop: for operands that no one call can hold, and for dropout, which counts from batch 0."""
     leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     moving = [x for x, d in zip(leading, dims, strict=True) if d is not None]
 
@@ -263,12 +263,15 @@ def _backward_extra(params: dict[str, Any]) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ lowering
+_FORWARD_RESULTS: tuple[str, ...] = ("out", "lse")
+
+
 def _lower(platform: str, primitive: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     if not has_auto_axes(ctx):
         return _lower_whole(platform, ctx, *operands, **params)
     call: Call = params["call"]
     if params.get("wants") is None:
-        roles, results = call.names, ("out", "lse")
+        roles, results = call.names, _FORWARD_RESULTS
     else:
         roles = call.names + _backward_extra(params)
         results = tuple(f"d{name}" for name in params["wants"])
@@ -372,7 +375,7 @@ def _callback(
     return list(jax.pure_callback(run, shapes, *operands, vmap_method="sequential"))
 
 
-# ------------------------------------------------------------------------------------------------ registration
+# -------------------------------------------------------------------------------------------- registration
 def _eager(primitive: Any) -> Callable[..., Any]:
     """Evaluate outside jit: compile once per set of parameters and shapes, as JAX's own primitives do."""
 

@@ -1,7 +1,7 @@
 """How attention's primitives split over a mesh under ``jit``: by batch and heads, with no gathering.
 
-For Shardy (a sharding rule) and GSPMD (callbacks) alike, through JAX's ``custom_partitioning``. A sequence axis
-is never split here: that is ``jax_parallel.py``'s. Knows the operands' axes, not attention.
+For Shardy (a sharding rule) and GSPMD (callbacks) alike, through JAX's ``custom_partitioning``. A sequence
+axis is never split here: that is ``jax_parallel.py``'s. Knows the operands' axes, not attention.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..errors import argument_error
 
 ADVICE = (
-    "an unsharded sequence axis: shard batch or heads (jax.lax.with_sharding_constraint on q, k and v), or call "
-    "ring_attention or ulysses_attention of cuattn.interop.jax inside jax.shard_map"
+    "an unsharded sequence axis: shard batch or heads (jax.lax.with_sharding_constraint on q, k and v), or "
+    "call ring_attention or ulysses_attention of cuattn.interop.jax inside jax.shard_map"
 )
 _AXES = {  # axes of each operand: batch, sequence of q (s) and k (t), heads of q (h) and k (n), others (-)
     "bshd": {"q": "bsh-", "k": "btn-", "v": "btn-", "out": "bsh-", "lse": "bhs"},
@@ -29,7 +29,8 @@ _AXES = {  # axes of each operand: batch, sequence of q (s) and k (t), heads of 
     "thd": {"q": "sh-", "k": "tn-", "v": "tn-", "out": "sh-", "lse": "hs"},
 }
 _SMALL = {
-    "sinks": "h", "q_segment_ids": "bs", "kv_segment_ids": "bt", "q_seqlens": "b", "kv_seqlens": "b", "q_offset": "b"
+    "sinks": "h", "q_segment_ids": "bs", "kv_segment_ids": "bt", "q_seqlens": "b", "kv_seqlens": "b",
+    "q_offset": "b",
 }  # fmt: skip
 _ALIASES = {"dout": "out", "dlse": "lse", "dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
 
@@ -77,7 +78,7 @@ def _split(
         sharding_rule=functools.partial(_rule, roles, results, layout, ("s", "t")),
     )
     if "dout" in roles:
-        return found  # type: ignore[no-any-return]
+        return found
     guard = _guard(layout)
 
     def guarded(*operands: Any) -> Any:
@@ -113,11 +114,12 @@ def _guard(layout: str) -> Any:
 
 
 def _rule(
-    roles: tuple[str, ...], results: tuple[str, ...], layout: str, whole: tuple[str, ...], mesh: Any, types: Any, out: Any
+    roles: tuple[str, ...], results: tuple[str, ...], layout: str, whole: tuple[str, ...],
+    mesh: Any, types: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Shardy's rule: batch and heads are factors of their own, all else (and ``whole``) needs replication.
 
-    With grouped heads, those of q and of k are separate factors: an axis that divides one need not divide the other.
+    With grouped heads, those of q and of k are separate factors: what divides one need not divide the other.
     """
     shapes = [tuple(t.shape) for t in (*types, *out)]
     axes = [axes_of(r, s, layout) for r, s in zip((*roles, *results), shapes, strict=True)]
@@ -160,7 +162,7 @@ class _Choice:
         self.batch = self._first(args, "b", ())
         self.heads = self._first(args, "h", self.batch) or self._first(args, "n", self.batch)
         self.group = self.sizes["h"] // self.sizes["n"]
-        # Fewer heads of k than shards of q's: k comes whole, and each shard takes the head that its queries share.
+        # Fewer heads of k than shards of q's: k comes whole, each shard takes the head its queries share.
         self.shared = self.sizes["n"] % self.count(self.heads) != 0
 
     def _first(self, args: Sequence[Any], axis: str, taken: tuple[str, ...]) -> tuple[str, ...]:
@@ -194,7 +196,8 @@ def _infer(
 
 
 def _partition(
-    whole: Callable[..., Any], roles: tuple[str, ...], results: tuple[str, ...], layout: str, mesh: Any, args: Any, shapes: Any
+    whole: Callable[..., Any], roles: tuple[str, ...], results: tuple[str, ...], layout: str, mesh: Any,
+    args: Any, shapes: Any,
 ) -> Any:  # fmt: skip
     choice = _Choice(mesh, roles, args, layout)
     letters = [axes_of(r, x.shape, layout) for r, x in zip(results, shapes, strict=True)]
@@ -210,7 +213,7 @@ def _partition(
 
 
 def _local(choice: _Choice, roles: tuple[str, ...], layout: str, operands: Sequence[Any]) -> list[Any]:
-    """This shard's operands: dropout's counters begin where it does, and shared heads of k and v are taken out."""
+    """This shard's operands: dropout's counters begin where it does, shared heads of k and v taken out."""
     local = dict(zip(roles, operands, strict=True))
     heads = choice.sizes["h"] // choice.count(choice.heads)
     if "dropout_seed" in local:

@@ -78,7 +78,7 @@ def has_auto_axes(ctx: Any) -> bool:
 
 
 def lower_with_devices(*primitives: Any) -> None:
-    """Have JAX know the devices when it lowers these primitives: ``custom_partitioning``, used there, needs them."""
+    """Have JAX know the devices when it lowers these primitives, for ``custom_partitioning`` needs them."""
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.update(primitives)

@@ -68,7 +68,7 @@ call64 = _make_call(types.int64, _I64)
 
 @intrinsic
 def stack(typingctx: Any, size: Any) -> Any:
-    """Address of a stack block of ``size`` bytes (a literal), 128-byte aligned, one for the whole function."""
+    """Address of a stack block of ``size`` bytes (a literal), 128-byte aligned, one for a whole function."""
     if not isinstance(size, types.IntegerLiteral):
         return None
     length = size.literal_value

@@ -194,7 +194,7 @@ TABLE[SLOT_RESOLVER] = ctypes.cast(_resolver, ctypes.c_void_p).value or 0
 
 @contextmanager
 def _cache_folder() -> Iterator[None]:
-    """Let Numba cache machine code in our folder, one per state of these sources, unless the user chose one."""
+    """Let Numba cache machine code in our folder, one for each state of the sources, unless one is chosen."""
     from ..jit import cache_folder
 
     chosen = numba.config.CACHE_DIR
@@ -267,7 +267,7 @@ def forked() -> bool:
 
 
 def calls() -> int:
-    """How often the handlers have run a program in this process (a captured CUDA graph replays without them)."""
+    """How often the handlers have run a program in this process (a CUDA graph replays without them)."""
     return int(TABLE[SLOT_CALLS])
 
 

@@ -279,7 +279,7 @@ def _patched_block(frame, block, pointers, count):  # type: ignore[no-untyped-de
 # ------------------------------------------------------------------------------------------------
 # CPU: tiles on XLA's own thread pool
 # ------------------------------------------------------------------------------------------------
-# State of one loop, on the heap since a task may start after the loop has ended; counters on lines of their own.
+# State of one loop, on the heap since a task may start after the loop has ended; counters on their own lines.
 LOOP_NEXT, LOOP_DONE, LOOP_OWNERS, LOOP_TILES, LOOP_BODY, LOOP_PARAMS, LOOP_BYTES = (
     0,
     64,
@@ -318,7 +318,7 @@ def pool_task(state):  # type: ignore[no-untyped-def]
 
 @_native()
 def _parallel(frame, body, block, tiles):  # type: ignore[no-untyped-def]
-    """body(block, tile) for every tile. The caller takes part and waits for claimed tiles only: no deadlock."""
+    """body(block, tile) for every tile. The caller takes part, waits for claimed tiles only: no deadlock."""
     api, context = load64(frame + FRAME_API), load64(frame + FRAME_CONTEXT)
     args, threads = stack(64), stack(64)
     store64(threads, 1)
@@ -412,8 +412,8 @@ def _encode_map(base, target, words):  # type: ignore[no-untyped-def]
     return call32(
         load64(_table() + 8 * SLOT_ENCODE),
         (
-            target, np.int32(load64(words + 24)), np.int32(rank), base, lists, lists + 40, lists + 80, lists + 120,
-            np.int32(0), np.int32(load64(words + 40)), np.int32(TENSOR_MAP_L2_256), np.int32(0),
+            target, np.int32(load64(words + 24)), np.int32(rank), base, lists, lists + 40, lists + 80,
+            lists + 120, np.int32(0), np.int32(load64(words + 40)), np.int32(TENSOR_MAP_L2_256), np.int32(0),
         ),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Numbers of binary interfaces: XLA's C structs by offset, CUDA's launch structs, and the plan that handlers read.
+"""Numbers of binary interfaces: XLA's C structs by offset, CUDA's launch structs, the plan of the handlers.
 
 Constants alone; each names the field that it is the offset of.
 """
@@ -10,11 +10,11 @@ import hashlib
 from .. import params
 
 # ------------------------------------------------------------------------------------------------
-# XLA's structs, xla/ffi/api/c_api.h. Every struct begins {size_t struct_size; Extension_Base* extension_start}.
+# XLA's structs, xla/ffi/api/c_api.h. Each begins {size_t struct_size; Extension_Base* extension_start}.
 # tests/test_xla_ffi.py compares each number with the field named beside it in the installed header.
 # ------------------------------------------------------------------------------------------------
-# struct XLA_FFI_CallFrame { ...; const Api* api; ExecutionContext* ctx; ExecutionStage stage; Args args; Rets rets;
-#                            Attrs attrs; Future* future; }
+# struct XLA_FFI_CallFrame { ...; const Api* api; ExecutionContext* ctx; ExecutionStage stage; Args args;
+#                            Rets rets; Attrs attrs; Future* future; }
 FRAME_EXTENSION = 8  # XLA_FFI_CallFrame.extension_start
 FRAME_API = 16  # XLA_FFI_CallFrame.api
 FRAME_CONTEXT = 24  # XLA_FFI_CallFrame.ctx
@@ -38,14 +38,14 @@ SPAN_LENGTH = 8  # XLA_FFI_ByteSpan.len
 ARRAY_DTYPE = 0  # XLA_FFI_Array.dtype
 ARRAY_SIZE = 8  # XLA_FFI_Array.size
 ARRAY_DATA = 16  # XLA_FFI_Array.data
-# struct XLA_FFI_Api { ...; Api_Version api_version; const InternalApi* internal_api; <one pointer per function> }
+# struct XLA_FFI_Api { ...; Api_Version api_version; const InternalApi* internal_api; <one pointer each> }
 API_MINOR = 36  # XLA_FFI_Api.api_version + XLA_FFI_Api_Version.minor_version
 API_ERROR_CREATE = 48  # XLA_FFI_Api.XLA_FFI_Error_Create
 API_ERROR_DESTROY = 64  # XLA_FFI_Api.XLA_FFI_Error_Destroy
 API_STREAM_GET = 80  # XLA_FFI_Api.XLA_FFI_Stream_Get
 API_POOL_SCHEDULE = 136  # XLA_FFI_Api.XLA_FFI_ThreadPool_Schedule
 API_POOL_THREADS = 144  # XLA_FFI_Api.XLA_FFI_ThreadPool_NumThreads
-# struct XLA_FFI_Error_Create_Args { ...; const char* message; Error_Code errc; }; struct_size stops after errc
+# struct XLA_FFI_Error_Create_Args { ...; const char* message; Error_Code errc; }; struct_size ends after errc
 ERROR_CREATE_MESSAGE = 16  # XLA_FFI_Error_Create_Args.message
 ERROR_CREATE_CODE = 24  # XLA_FFI_Error_Create_Args.errc
 # struct XLA_FFI_Error_Destroy_Args { ...; Error* error; }
@@ -81,10 +81,11 @@ INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 TESTED_MINOR = 5  # the newest API minor version whose structs were compared with these
 
 # CUDA's driver API, cuda.h (12.4 and newer)
-# typedef struct { unsigned gridDimX, Y, Z, blockDimX, Y, Z, sharedMemBytes; CUstream hStream; CUlaunchAttribute* attrs;
-#                  unsigned numAttrs; } CUlaunchConfig;
+# typedef struct { unsigned gridDimX, Y, Z, blockDimX, Y, Z, sharedMemBytes; CUstream hStream;
+#                  CUlaunchAttribute* attrs; unsigned numAttrs; } CUlaunchConfig;
 CONFIG_STREAM, CONFIG_ATTRIBUTES, CONFIG_COUNT = 32, 40, 48
-# typedef struct { CUlaunchAttributeID id; char pad[4]; CUlaunchAttributeValue value /* 64 bytes */; } CUlaunchAttribute;
+# typedef struct { CUlaunchAttributeID id; char pad[4]; CUlaunchAttributeValue value /* 64 bytes */; }
+#                CUlaunchAttribute;
 ATTRIBUTE_VALUE = 8
 ATTRIBUTE_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 TENSOR_MAP_DTYPES = {  # CUtensorMapDataType

@@ -12,15 +12,16 @@ import pytest
 import cuattn
 
 jax = pytest.importorskip("jax")
-import jax.extend.core  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from jax.extend.core import jaxprs_in_params  # noqa: E402
 
 NAMES = ("q", "k", "v", "bias", "sinks")
 attention = functools.partial(cuattn.flash_attention, return_lse=True)
 
 
 def plain(
-    q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: Any = None, softcap: float = 0.0, bias: Any = None,
+    q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: Any = None, softcap: float = 0.0,
+    bias: Any = None,
     mask: Any = None, alibi_slopes: Any = None, sinks: Any = None, q_segment_ids: Any = None,
     kv_segment_ids: Any = None, q_seqlens: Any = None, kv_seqlens: Any = None, q_offset: Any = None,
     window_size: Any = None,
@@ -100,7 +101,7 @@ def primitives(jaxpr: Any) -> list[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("cuattn"):
             found.append(equation.primitive.name)
-        for sub in jax.extend.core.jaxprs_in_params(equation.params):
+        for sub in jaxprs_in_params(equation.params):
             found += primitives(sub)
     return found
 
@@ -307,7 +308,8 @@ def test_traced_scale_lengths_offsets_and_seed_do_not_recompile() -> None:
     @jax.jit
     def run(scale: Any, lengths: Any, offset: Any, seed: Any, sinks: Any) -> Any:
         return attention(
-            *(arrays[n] for n in "qkv"), causal=True, softmax_scale=scale, kv_seqlens=lengths, q_offset=offset,
+            *(arrays[n] for n in "qkv"), causal=True, softmax_scale=scale, kv_seqlens=lengths,
+            q_offset=offset,
             sinks=sinks, dropout_p=0.25, dropout_seed=seed,
         )  # fmt: skip
 
@@ -318,7 +320,8 @@ def test_traced_scale_lengths_offsets_and_seed_do_not_recompile() -> None:
         )
     assert run._cache_size() == 1
     fixed = attention(
-        *(np.asarray(arrays[n]) for n in "qkv"), causal=True, softmax_scale=2.3, kv_seqlens=np.asarray([5, 3]), q_offset=2,
+        *(np.asarray(arrays[n]) for n in "qkv"), causal=True, softmax_scale=2.3,
+        kv_seqlens=np.asarray([5, 3]), q_offset=2,
         sinks=np.asarray(normal(2, 4)), dropout_p=0.25, dropout_seed=2, backend="reference",
     )  # fmt: skip
     close(results[2], fixed)
@@ -338,7 +341,7 @@ def test_gradient_of_the_scale() -> None:
 def test_slopes_are_not_differentiable() -> None:
     q, k, v = (problem()[n] for n in "qkv")
     slopes = jnp.ones(4)
-    with pytest.raises(NotImplementedError, match="alibi_slopes.*stop_gradient"):
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes.*stop_gradient"):
         jax.grad(lambda s: attention(q, k, v, alibi_slopes=s)[0].sum())(slopes)
 
 
@@ -512,7 +515,7 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(kind, match=words):
             jax.jit(lambda q, options=options: attention(q, k, v, **options))(q)
-    with pytest.raises(TypeError, match="k.*float16"):
+    with pytest.raises(TypeError, match=r"k.*float16"):
         attention(q, k.astype("float16"), v)
     if jax.default_backend() == "cpu":
         with pytest.raises(ValueError, match=r"backend.*'cuda' with arrays on cpu"):
@@ -527,8 +530,8 @@ def test_packed_sequences() -> None:
     @jax.jit
     def packed(q: Any, k: Any, v: Any) -> Any:
         return cuattn.flash_attention_varlen(
-            q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=4, max_seqlen_k=5, causal=True,
-            return_lse=True,
+            q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=4, max_seqlen_k=5,
+            causal=True, return_lse=True,
         )  # fmt: skip
 
     def apart(q: Any, k: Any, v: Any) -> Any:

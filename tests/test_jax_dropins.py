@@ -140,7 +140,7 @@ def test_errors_name_the_argument() -> None:
             dot_product_attention(*arguments, **options)
 
 
-# ------------------------------------------------------------------------------------------------ libraries
+# ----------------------------------------------------------------------------------------------- libraries
 def test_flax_nnx() -> None:
     nnx = pytest.importorskip("flax.nnx")
     x = normal(0, 2, 6, 32)
@@ -179,7 +179,7 @@ def test_flax_linen() -> None:
     weights = plain.init(jax.random.key(0), x)
     for options in ({}, {"mask": mask}):
         close(hooked.apply(weights, x, **options), plain.apply(weights, x, **options), 1e-5)
-    with pytest.raises(ValueError, match="module.*weights"):
+    with pytest.raises(ValueError, match=r"module.*weights"):
         hooked.apply(weights, x, sow_weights=True)
 
 

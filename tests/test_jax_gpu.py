@@ -1,4 +1,4 @@
-"""JAX on a GPU: every dtype against float64, the same bits as through CuPy, CUDA graphs, host cost, memory, devices."""
+"""JAX on a GPU: dtypes against float64, the bits of CuPy, CUDA graphs, host cost, memory, devices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window_softcap": {"window_size": (40, 8), "softcap": 5.0},
     "lengths": {"q_seqlens": np.array([150, 70]), "kv_seqlens": np.array([90, 200]), "causal": True},
-    "segments": {"q_segment_ids": np.arange(300).reshape(2, 150) // 60, "kv_segment_ids": np.arange(400).reshape(2, 200) // 80},
+    "segments": {
+        "q_segment_ids": np.arange(300).reshape(2, 150) // 60,
+        "kv_segment_ids": np.arange(400).reshape(2, 200) // 80,
+    },
     "dropout": {"dropout_p": 0.25, "dropout_seed": 1234567890123},
 }  # fmt: skip
 BARS = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5, "float64": 1e-11}
@@ -195,7 +198,7 @@ def test_host_cost_in_a_jitted_loop(flags: str, most: float) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """Scratch of a jitted forward and backward at 16k tokens: the gradient's accumulators, nothing of S x S."""
+    """Scratch of a jitted forward and backward at 16k tokens: gradients' accumulators, nothing of S x S."""
     q = jax.ShapeDtypeStruct((1, 16384, 8, 128), jnp.bfloat16)
 
     def loss(q: Any, k: Any, v: Any) -> Any:

@@ -95,7 +95,8 @@ def test_ring_at_128k_tokens() -> None:
         m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
         for m in (alone.memory_analysis(), both.memory_analysis())
     ]
-    report = f"{single * 1e3:.1f} ms, {double * 1e3:.1f} ms on two: {single / double:.2f} times; bytes {memory}"
+    times = f"{single * 1e3:.1f} ms, {double * 1e3:.1f} ms on two"
+    report = f"{times}: {single / double:.2f} times; bytes {memory}"
     print(report)  # noqa: T201
     assert single / double >= 1.8, report
     assert memory[1] <= 0.62 * memory[0], report

@@ -1,4 +1,4 @@
-"""Ring and Ulysses attention on eight CPU devices: equal to one device, gradients and dropout's bits included."""
+"""Ring and Ulysses attention on eight CPU devices: equal to one device, gradients and dropout's bits too."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def across(function: Any, size: int, zigzag: bool = False, check: bool = True, *
             options["zigzag"] = True
         specs = {n: P(*(None,) * place[n], "seq") if n in ROWS else P() for n in arrays}
         out = jax.shard_map(
-            lambda a: function(**a, **options, **fixed, axis_name="seq", return_lse=True), mesh=mesh, in_specs=(specs,),
-            out_specs=(P(*(None,) * axis, "seq"), P(None, None, "seq")), check_vma=check,
+            lambda a: function(**a, **options, **fixed, axis_name="seq", return_lse=True), mesh=mesh,
+            in_specs=(specs,), out_specs=(P(*(None,) * axis, "seq"), P(None, None, "seq")), check_vma=check,
         )(arrays)  # fmt: skip
         if zigzag:
             back = np.argsort(order)
@@ -230,15 +230,19 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((4,), ("seq",), **{WHOLE})
 assert len(mesh.local_devices) == 2
 whole = [np.random.default_rng(i).standard_normal((1, 64, 4, 8)).astype(np.float32) for i in range(3)]
-want = jax.jit(jax.value_and_grad(lambda *a: (cuattn.flash_attention(*a, causal=True) ** 2).sum(), argnums=(0, 1, 2)))(*whole)
+def total(function):
+    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), argnums=(0, 1, 2)))
+
+want = total(lambda *a: cuattn.flash_attention(*a, causal=True))(*whole)
 for function, order in ((ring_attention, zigzag_order(64, 4)), (ulysses_attention, np.arange(64))):
     spec = NamedSharding(mesh, P(None, "seq"))
     split = [jax.make_array_from_callback(x.shape, spec, lambda at, x=x[:, order]: x[at]) for x in whole]
     extra = {"zigzag": True} if function is ring_attention else {}
     inside = jax.shard_map(
-        lambda *a: function(*a, axis_name="seq", causal=True, **extra), mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
+        lambda *a: function(*a, axis_name="seq", causal=True, **extra), mesh=mesh, in_specs=P(None, "seq"),
+        out_specs=P(None, "seq"),
     )
-    value, grads = jax.jit(jax.value_and_grad(lambda *a: (inside(*a) ** 2).sum(), argnums=(0, 1, 2)))(*split)
+    value, grads = total(inside)(*split)
     np.testing.assert_allclose(float(value), float(want[0]), rtol=1e-5)
     for got, x in zip(grads, want[1]):
         for part in got.addressable_shards:
@@ -257,7 +261,8 @@ def test_two_processes() -> None:
     code = PROCESS.replace("{WHOLE}", f"({whole})")
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", code, port, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+            [sys.executable, "-c", code, port, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env=env,
         )
         for i in range(2)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``flash_attention`` under ``jit`` on a mesh of eight CPU devices: each computes its own part, nothing is gathered."""
+"""``flash_attention`` under ``jit`` on eight CPU devices: each computes its own part, nothing is gathered."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def normal(seed: int, *shape: int) -> Any:
 
 def problem(heads_kv: int = 8, heads: int = 8, batch: int = 4) -> dict[str, Any]:
     return {
-        "q": normal(0, batch, 6, heads, 8), "k": normal(1, batch, 7, heads_kv, 8), "v": normal(2, batch, 7, heads_kv, 5),
-        "bias": normal(3, 1, heads, 6, 7), "sinks": normal(4, heads),
+        "q": normal(0, batch, 6, heads, 8), "k": normal(1, batch, 7, heads_kv, 8),
+        "v": normal(2, batch, 7, heads_kv, 5), "bias": normal(3, 1, heads, 6, 7), "sinks": normal(4, heads),
     }  # fmt: skip
 
 
@@ -98,9 +98,10 @@ def test_every_operand(mesh: Any, partitioner: str) -> None:
     arrays = {n: x for n, x in problem(4).items() if n != "bias"}
     rest = {
         "mask": normal(5, 4, 1, 6, 7) > -1, "alibi_slopes": jnp.abs(normal(6, 4, 8)),
-        "q_segment_ids": jnp.arange(24).reshape(4, 6) % 3 // 2, "kv_segment_ids": jnp.arange(28).reshape(4, 7) % 3 // 2,
-        "q_seqlens": jnp.asarray([6, 3, 0, 5]), "kv_seqlens": jnp.asarray([7, 7, 2, 0]), "softmax_scale": jnp.float32(0.4),
-        "q_offset": jnp.asarray([0, 1, 2, 3]),
+        "q_segment_ids": jnp.arange(24).reshape(4, 6) % 3 // 2,
+        "kv_segment_ids": jnp.arange(28).reshape(4, 7) % 3 // 2,
+        "q_seqlens": jnp.asarray([6, 3, 0, 5]), "kv_seqlens": jnp.asarray([7, 7, 2, 0]),
+        "softmax_scale": jnp.float32(0.4), "q_offset": jnp.asarray([0, 1, 2, 3]),
     }  # fmt: skip
     step = jax.jit(jax.value_and_grad(functools.partial(loss, window_size=(3, 1), softcap=4.0)))
     want = step(arrays, rest)
@@ -138,7 +139,7 @@ def test_a_sharded_sequence_is_refused_with_advice(mesh: Any, partitioner: str) 
 
 
 def test_a_constraint_gathers_the_sequence(mesh: Any) -> None:
-    """Megatron's way: activations split by sequence, heads inside attention; out goes back to the sequence."""
+    """Megatron's way: activations split by sequence, by heads inside attention; out goes back."""
     arrays = {n: normal(i, 2, 8, 4, 8) for i, n in enumerate("qkv")}
 
     def layer(arrays: Any) -> Any:

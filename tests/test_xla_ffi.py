@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,11 +26,19 @@ from cuattn.interop import native, xla_ffi, xla_handlers, xla_structs  # noqa: E
 SOURCE = Path(xla_structs.__file__).read_text()
 
 
-# ------------------------------------------------------------------------------------------------ the C header
+# -------------------------------------------------------------------------------------------- the C header
 class Header:
     """Just enough of a C parser for c_api.h: struct fields, enums, sizes on a 64-bit machine."""
 
-    SIZES = {"int": 4, "int32_t": 4, "uint32_t": 4, "size_t": 8, "int64_t": 8, "uint8_t": 1, "bool": 1}
+    SIZES: ClassVar[dict[str, int]] = {
+        "int": 4,
+        "int32_t": 4,
+        "uint32_t": 4,
+        "size_t": 8,
+        "int64_t": 8,
+        "uint8_t": 1,
+        "bool": 1,
+    }
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
@@ -120,7 +128,7 @@ def test_struct_sizes_written_by_the_handlers(header: Header) -> None:
         assert offset + length == size, struct
 
 
-# ------------------------------------------------------------------------------------------------ CPU, under XLA
+# ------------------------------------------------------------------------------------------ CPU, under XLA
 Q, OUT, STEP = (params.INDEX[n] for n in ("q", "out", "aux0"))
 
 
@@ -244,7 +252,7 @@ def test_handlers_load_from_the_disk_cache(tmp_path: Path) -> None:
     assert hits == ["0", "2"]
 
 
-# ------------------------------------------------------------------------------------------------ CUDA, fake driver
+# --------------------------------------------------------------------------------------- CUDA, fake driver
 class Machine:
     """A call frame, an XLA API and a driver made of callbacks, to run the CUDA handler without a GPU."""
 
@@ -305,7 +313,8 @@ class Machine:
         dtype, rank, base, dims, strides, box, element, interleave, swizzle, l2, fill = rest
         assert target % 64 == 0
         self.log.append((
-            "map", dtype & 0xFF, rank & 0xFF, base, self.read(dims, rank & 7), self.read(strides, (rank & 7) - 1),
+            "map", dtype & 0xFF, rank & 0xFF, base, self.read(dims, rank & 7),
+            self.read(strides, (rank & 7) - 1),
             self.read(box, rank & 7, np.uint32), self.read(element, rank & 7, np.uint32), interleave & 0xFF,
             swizzle & 0xFF, l2 & 0xFF, fill & 0xFF,
         ))  # fmt: skip
@@ -372,8 +381,9 @@ def gpu_program(**changes: Any) -> Program:
     tensor_map = TensorMap("x", "bfloat16", (64, 128, 3), (128, 16384), (64, 32, 1), 128, offset=256)
     given: dict[str, Any] = {
         "kernel": KERNEL, "grid": (7, 2, 3), "block": 256, "shared_memory": 65536,
-        "block_words": params.pack({"batch": 5, "softcap": 2.5}), "pointers": (("q", "x"), ("out", "y"), ("scratch", "w")),
-        "tensor_maps": (tensor_map, TensorMap("y", "float32", (8,), (), (8,), 0)), "dependent": True, **changes,
+        "block_words": params.pack({"batch": 5, "softcap": 2.5}),
+        "pointers": (("q", "x"), ("out", "y"), ("scratch", "w")), "dependent": True,
+        "tensor_maps": (tensor_map, TensorMap("y", "float32", (8,), (), (8,), 0)), **changes,
     }  # fmt: skip
     plain = Launch(KERNEL, (1, 1, 1), 32, 0, params.pack({}), (("k", "x"),))
     empty = Launch(KERNEL, (0, 1, 1), 32, 0, params.pack({}), ())
@@ -420,7 +430,8 @@ def test_tensor_maps_are_encoded_once_per_address(machine: Machine) -> None:
         counts.append(sum(entry[0] == "map" for entry in machine.log))
     assert counts[:3] == [2, 0, 1]
     assert counts[3] in (0, 1)  # 1 where both addresses fall on one place
-    xla_handlers.MAPS.reshape(-1, xla_handlers.KEPT_BYTES // 8)[:, 0] = 1  # as if other threads were at all of them
+    locks = xla_handlers.MAPS.reshape(-1, xla_handlers.KEPT_BYTES // 8)[:, 0]
+    locks[:] = 1  # as if other threads were at all of them
     machine.log.clear()
     assert machine.handler(machine.frame([0x1000], [0x2000, 0x3000], encoded)) == 0
     assert sum(entry[0] == "map" for entry in machine.log) == 2
