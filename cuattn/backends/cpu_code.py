@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Body = Callable[[int, int], None]
 DRAIN = "drain"  # the team's loop, beside the entries of ``cpu_tiles.build``
-SOURCES = ("cpu_code.py", "cpu_drain.py", "cpu_layout.py", "cpu_scores.py", "cpu_simd.py", "cpu_team.py", "cpu_tiles.py", "../params.py")
+SOURCES = ("cpu_code.py", "cpu_decode.py", "cpu_drain.py", "cpu_layout.py", "cpu_scores.py", "cpu_simd.py", "cpu_team.py", "cpu_tiles.py", "../params.py")
 NOTICE_AFTER = 2.0  # seconds of compiling until a line says so
 _MAGIC = b"cuattn1\n"
 _lock = threading.RLock()

@@ -142,6 +142,19 @@ def scale(p):
 
 
 @jit
+def seed(p):
+    if get_i64(p, P.dropout_seed):
+        return np.uint64(get_i64(get_i64(p, P.dropout_seed), 0))
+    return np.uint64(get_i64(p, P.dropout_seed_value))
+
+
+@jit
+def index_of(p, stride_b, stride_h, stride_s, b, h, row):
+    """Index of a row's first element; for packed sequences b is 0."""
+    return b * get_i64(p, stride_b) + h * get_i64(p, stride_h) + row * get_i64(p, stride_s)
+
+
+@jit
 def _philox(c0, c1, c2, c3, seed):
     """Seven rounds of Philox4x32 on words held in 64 bits; see ``cuattn/philox.py``."""
     low = np.uint64(0xFFFFFFFF)
@@ -238,8 +251,27 @@ def make_memory(real: Any, simd: Any) -> Any:
             for at in range(0, dim * itemsize, LINE):
                 prefetch(row + at)
 
+    @jit
+    def store_result(kind, out, index, dim, values, top, total, sinks, h, lse, lse_index):
+        """Out and LSE of a row from its sums over 2^(score - top): the sink added, one division."""
+        if total == 0.0:  # it saw nothing
+            zero_row(kind, out, index, dim)
+            put(lse, lse_index, real(-np.inf))
+            return
+        factor = 1.0
+        if sinks:
+            sink = np.float64(get(sinks, h))
+            if sink > top:
+                factor = math.exp(top - sink)
+                total = total * factor + 1.0
+                top = sink
+            else:
+                total += math.exp(sink - top)
+        store_row(kind, out, index, dim, values, real(factor / total))
+        put(lse, lse_index, real(top + math.log(total)))
+
     return namespace(
-        "memory", ask_for=ask_for, value=value, set_value=set_value, fill=fill, load_row=load_row, store_row=store_row, zero_row=zero_row,
+        "memory", store_result=store_result, ask_for=ask_for, value=value, set_value=set_value, fill=fill, load_row=load_row, store_row=store_row, zero_row=zero_row,
         load_block=load_block,
     )  # fmt: skip
 

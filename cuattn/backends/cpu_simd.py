@@ -42,6 +42,15 @@ def _i64(n: int) -> Any:
     return ir.Constant(I64, n)
 
 
+def emit_prefetch(b: Any, pointer: Any) -> None:
+    """Into the second-level cache; the address need not be mapped."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    name = "llvm.prefetch.p0"
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    read, second, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    b.call(function, [pointer, read, second, data])
+
+
 class _Loop:
     """A counted loop with carried values: ``for i in range(start, stop, step)``, which may be empty."""
 
@@ -116,6 +125,9 @@ class _Vectors:
     def store(self, b: Any, value: Any, pointer: Any, offset: Any = 0) -> None:
         b.store(value, b.bitcast(self.at(b, pointer, offset), self.type.as_pointer())).align = self.itemsize
 
+    def prefetch(self, b: Any, pointer: Any, ahead: Any) -> None:
+        emit_prefetch(b, b.bitcast(self.at(b, pointer, ahead), I8.as_pointer()))
+
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         return b.fadd(b.fmul(x, y, flags=("contract",)), z, flags=("contract",))
 
@@ -149,23 +161,29 @@ class _Vectors:
         """The running maximum, 0 where nothing was seen yet."""
         return b.select(b.fcmp_ordered("==", top, self.constant(-np.inf)), self.zero, top)
 
+    def _interleaved(self) -> tuple[Any, Any]:
+        """Shuffles of two vectors: their first halves interleaved, and their second ones."""
+        n, kind = self.lanes, ir.VectorType(I32, self.lanes)
+        low = [i // 2 + n * (i % 2) for i in range(n)]
+        return ir.Constant(kind, low), ir.Constant(kind, [n // 2 + i for i in low])
+
     def transpose(self, b: Any, rows: list[Any]) -> list[Any]:
         """A square of vectors, by perfect shuffles."""
-        n, half = self.lanes, self.lanes // 2
-        kind = ir.VectorType(I32, n)
-        low = ir.Constant(kind, [i // 2 + n * (i % 2) for i in range(n)])
-        high = ir.Constant(kind, [half + i // 2 + n * (i % 2) for i in range(n)])
-        for _ in range(n.bit_length() - 1):
+        half = self.lanes // 2
+        low, high = self._interleaved()
+        for _ in range(self.lanes.bit_length() - 1):
             pairs = [(rows[i], rows[i + half]) for i in range(half)]
             rows = [b.shuffle_vector(x, y, m) for x, y in pairs for m in (low, high)]
         return rows
 
     def row_sums(self, b: Any, rows: list[Any]) -> Any:
-        """The sum of each of ``lanes`` vectors, as one vector."""
-        total = None
-        for column in self.transpose(b, rows):
-            total = column if total is None else b.fadd(total, column)
-        return total
+        """The sum of each of ``lanes`` vectors, as one vector: halves are folded while they are interleaved."""
+        low, high = self._interleaved()
+        while len(rows) > 1:
+            half = len(rows) // 2
+            pairs = [(rows[i], rows[i + half]) for i in range(half)]
+            rows = [b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)) for x, y in pairs]
+        return rows[0]
 
     def reduce(self, b: Any, x: Any, operation: Callable[[Any, Any], Any]) -> Any:
         parts = [b.extract_element(x, ir.Constant(I32, i)) for i in range(self.lanes)]
@@ -424,25 +442,36 @@ def _make_dots(v: _Vectors) -> Any:
     n = v.lanes
 
     @intrinsic
-    def dots(ctx: Any, q: Any, k: Any, k_stride: Any, keys: Any, dim: Any, s: Any) -> Any:
-        """s[key] = k[key] . q for one query; ``keys`` and ``dim`` are multiples of the lanes."""
+    def dots(ctx: Any, q: Any, k: Any, k_stride: Any, keys: Any, dim: Any, s: Any, ahead: Any) -> Any:
+        """s[key] = k[key] . q for one query; ``keys`` and ``dim`` are multiples of the lanes.
+
+        Asks for what lies ``ahead`` elements on, so that memory works while this block is computed.
+        """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, k, s = (v.pointer(b, args[i]) for i in (0, 1, 5))
             k_stride, keys, dim = args[2], args[3], args[4]
             keys_loop = _Loop(b, _i64(0), keys, n, [k])
             k = keys_loop.carried[0]
-            offsets = [b.mul(k_stride, _i64(r)) for r in range(n)]
-            loop = _Loop(b, _i64(0), dim, n, [v.zero] * n)
-            x = v.load(b, q, loop.i)
-            acc = loop.close([
-                v.fma(b, x, v.load(b, k, b.add(offsets[r], loop.i)), loop.carried[r]) for r in range(n)
-            ])  # fmt: skip
+            acc: Sequence[Any] = [v.zero] * n
+            start = _i64(0)
+            for vectors in (8, 4, 1):  # so many of q in registers, and rows read from end to end
+                stop = b.sub(dim, b.urem(b.sub(dim, start), _i64(vectors * n)))
+                loop = _Loop(b, start, stop, vectors * n, acc)
+                x = [v.load(b, q, b.add(loop.i, _i64(i * n))) for i in range(vectors)]
+                sums = list(loop.carried)
+                for r in range(n):
+                    row = v.at(b, k, b.add(b.mul(k_stride, _i64(r)), loop.i))
+                    for i in range(vectors):
+                        v.prefetch(b, v.at(b, row, i * n), args[6])
+                        sums[r] = v.fma(b, x[i], v.load(b, row, i * n), sums[r])
+                acc = loop.close(sums)
+                start = stop
             v.store(b, v.row_sums(b, list(acc)), s, keys_loop.i)
             keys_loop.close([v.at(b, k, b.mul(k_stride, _i64(n)))])
             return context.get_dummy_value()
 
-        return _void(6), codegen
+        return _void(7), codegen
 
     return dots
 
@@ -482,8 +511,11 @@ def _make_row_values(v: _Vectors) -> Any:
     n = v.lanes
 
     @intrinsic
-    def row_values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any) -> Any:
-        """acc[d] = acc * decay + sum over keys of p[key] * x[key][d] for one query; dim a multiple of the lanes."""
+    def row_values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, ahead: Any) -> Any:
+        """acc[d] = acc * decay + sum over keys of p[key] * x[key][d] for one query; dim a multiple of the lanes.
+
+        ``ahead`` as in ``dots``.
+        """
 
         def columns(b: Any, args: Any, at: Any, vectors: int) -> None:
             x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
@@ -493,6 +525,7 @@ def _make_row_values(v: _Vectors) -> Any:
             *sums, row = loop.carried
             weight = v.splat(b, b.load(v.at(b, p, loop.i)))
             for i in range(vectors):
+                v.prefetch(b, v.at(b, row, i * n), args[7])
                 sums[i] = v.fma(b, weight, v.load(b, row, i * n), sums[i])
             done = loop.close([*sums, v.at(b, row, args[1])])
             for i in range(vectors):
@@ -509,7 +542,7 @@ def _make_row_values(v: _Vectors) -> Any:
                 start = stop
             return context.get_dummy_value()
 
-        return _void(7), codegen
+        return _void(8), codegen
 
     return row_values
 
@@ -570,12 +603,7 @@ def prefetch(ctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, which need not be mapped, to come into the second-level cache."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        pointer = I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        name = "llvm.prefetch.p0"
-        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-        read, second, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-        b.call(function, [b.inttoptr(args[0], pointer), read, second, data])
+        emit_prefetch(b, b.inttoptr(args[0], I8.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

@@ -45,6 +45,12 @@ def make_job(steps: Sequence[tuple[int, int, int]]) -> Job:
     return job
 
 
+def restart(job: Job) -> None:
+    """Set a finished job's counters back; nobody else may hold it."""
+    job[HEADER + CLAIMED :: STEP_WORDS] = 0
+    job[HEADER + DONE :: STEP_WORDS] = 0
+
+
 class Team:
     """Helper threads that live as long as the process; they sleep between jobs."""
 
@@ -62,6 +68,10 @@ class Team:
             for _ in range(threads - 1):
                 self._queue.put(job)
         self._drain(job.ctypes.data, 0)
+
+    def run_alone(self, job: int) -> None:
+        """Run the job at an address on this thread."""
+        self._drain(job, 0)
 
     def _start(self, helpers: int) -> None:
         if self._helpers >= helpers and self._process == os.getpid():

@@ -17,34 +17,24 @@ from typing import Any
 import numpy as np
 
 from . import cpu_simd
+from .cpu_decode import make_combine, make_decode
 from .cpu_layout import GROUP, WANT_K, WANT_Q, WANT_V
 from .cpu_scores import (
     LINE,
     LOG2E,
     P,
     entry,
+    index_of,
     jit,
     make_features,
     make_memory,
     make_rows,
     scale,
+    seed,
     up,
 )
 from .cpu_simd import free, get_f64, get_i64, malloc, put_f64
 
-
-
-@jit
-def seed(p):
-    if get_i64(p, P.dropout_seed):
-        return np.uint64(get_i64(get_i64(p, P.dropout_seed), 0))
-    return np.uint64(get_i64(p, P.dropout_seed_value))
-
-
-@jit
-def _strides(p, stride_b, stride_h, stride_s, b, h, row):
-    """Index of a row's first element; for packed sequences b is 0."""
-    return b * get_i64(p, stride_b) + h * get_i64(p, stride_h) + row * get_i64(p, stride_s)
 
 
 def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
@@ -76,28 +66,16 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
     def finish(p, n, h, packed, row, acc, rows, padded, unit, tops, totals):
         """Divide, add the sink, and store out and LSE of a tile; ``unit`` is what scores are counted in."""
         kind, dim, stride = get_i64(p, P.aux0), get_i64(p, P.head_dim_v), get_i64(p, P.out_stride_s)
-        index = _strides(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
+        index = index_of(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
         lse = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + row
         for i in range(n):
             if i % width == 0:
                 simd.transpose(acc + i * padded * size, width, padded, width, rows, padded)
-            top, total = np.float64(get(tops, i)) * unit, np.float64(get(totals, i))
-            if total == 0.0:
-                memory.zero_row(kind, get_i64(p, P.out), index + i * stride, dim)
-                put(get_i64(p, P.lse), lse + i, hidden)
-                continue
-            factor = 1.0
-            if get_i64(p, P.sinks):
-                sink = np.float64(get(get_i64(p, P.sinks), h))
-                if sink > top:
-                    factor = math.exp(top - sink)
-                    total = total * factor + 1.0
-                    top = sink
-                else:
-                    total += math.exp(sink - top)
-            source = rows + i % width * padded * size
-            memory.store_row(kind, get_i64(p, P.out), index + i * stride, dim, source, real(factor / total))
-            put(get_i64(p, P.lse), lse + i, real(top + math.log(total)))
+            memory.store_result(
+                kind, get_i64(p, P.out), index + i * stride, dim, rows + i % width * padded * size,
+                np.float64(get(tops, i)) * unit, np.float64(get(totals, i)), get_i64(p, P.sinks), h,
+                get_i64(p, P.lse), lse + i,
+            )  # fmt: skip
 
     def forward(p, tile):
         b, h, packed, first, n = place(p, tile)
@@ -135,14 +113,14 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         scale_ = scale(p)
         unit = 1.0 if features or scale_ == 0.0 else abs(scale_)
         put(factor, 0, real(unit * LOG2E))
-        index = _strides(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, q0 + first)
+        index = index_of(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, q0 + first)
         block.load_rows(kind, get_i64(p, P.q), index, get_i64(p, P.q_stride_s), n, lanes, dim, dp, q_rows)
         block.to_panels(q_rows, panels, dp, q)
         if not features:
             block.take_sign(scale_, lanes * dp, q)
         hk = h // (get_i64(p, P.heads_q) // get_i64(p, P.heads_kv))
-        k_index = _strides(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0)
-        v_index = _strides(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0)
+        k_index = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0)
+        v_index = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0)
         k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
         for j0 in range(begin // GROUP * GROUP, end, keys):
             early, count = max(begin - j0, 0), min(keys, end - j0)
@@ -250,9 +228,9 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             p, first, n, panels, q_len, kv_len, offset, stats + 2 * rows * size, stats + 3 * rows * size, limits
         )
         row = q0 + first
-        q_index = _strides(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, row)
-        d_index = _strides(p, P.dout_stride_b, P.dout_stride_h, P.dout_stride_s, packed, h, row)
-        o_index = _strides(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
+        q_index = index_of(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, row)
+        d_index = index_of(p, P.dout_stride_b, P.dout_stride_h, P.dout_stride_s, packed, h, row)
+        o_index = index_of(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
         q_stride, d_stride = get_i64(p, P.q_stride_s), get_i64(p, P.dout_stride_s)
         o_stride = get_i64(p, P.out_stride_s)
         lse_index = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + row
@@ -300,8 +278,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
                 p, b, h, first, n, panels, j0, keys, count, padded, offset, low, high, terms, mark
             ):
                 return 0
-        k_index = _strides(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0 + j0)
-        v_index = _strides(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0 + j0)
+        k_index = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0 + j0)
+        v_index = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0 + j0)
         memory.load_block(
             kind, get_i64(p, P.k), k_index, get_i64(p, P.k_stride_s), early, count, padded,
             get_i64(p, P.head_dim), k, dp, mark,
@@ -388,7 +366,7 @@ def make_backward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         dp, dv, _ = common.sizes(p, rows)
         _, _, _, _, _, _, _, _, _, stats, work, _ = common.layout(p, base, rows)
         kind, dim, stride = get_i64(p, P.aux0), get_i64(p, P.head_dim), get_i64(p, P.dq_stride_s)
-        index = _strides(p, P.dq_stride_b, P.dq_stride_h, P.dq_stride_s, packed, h, row)
+        index = index_of(p, P.dq_stride_b, P.dq_stride_h, P.dq_stride_s, packed, h, row)
         factor = real(scale(p))
         for panel in range((n + width - 1) // width):
             simd.transpose(dq + panel * width * dp * size, width, dp, width, work, dp)
@@ -476,14 +454,14 @@ def make_backward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         if own:
             kind = get_i64(p, P.aux0)
             if wants & WANT_K:
-                index = _strides(p, P.dk_stride_b, P.dk_stride_h, P.dk_stride_s, packed, hk, k0)
+                index = index_of(p, P.dk_stride_b, P.dk_stride_h, P.dk_stride_s, packed, hk, k0)
                 for j in range(capacity):
                     memory.store_row(
                         kind, get_i64(p, P.dk), index + j * get_i64(p, P.dk_stride_s), get_i64(p, P.head_dim),
                         dk + j * dim_k * size, real(scale(p)),
                     )  # fmt: skip
             if wants & WANT_V:
-                index = _strides(p, P.dv_stride_b, P.dv_stride_h, P.dv_stride_s, packed, hk, k0)
+                index = index_of(p, P.dv_stride_b, P.dv_stride_h, P.dv_stride_s, packed, hk, k0)
                 for j in range(capacity):
                     memory.store_row(
                         kind, get_i64(p, P.dv), index + j * get_i64(p, P.dv_stride_s), get_i64(p, P.head_dim_v),
@@ -524,11 +502,11 @@ def make_reduce(real: Any, simd: Any) -> Callable[..., Any]:
         start = (b * heads + hk) * parts
         for j in range(first, min(first + keys, length)):
             if wants & WANT_K:
-                index = _strides(p, P.dk_stride_b, P.dk_stride_h, P.dk_stride_s, packed, hk, k0 + j)
+                index = index_of(p, P.dk_stride_b, P.dk_stride_h, P.dk_stride_s, packed, hk, k0 + j)
                 add_up(p, parts, get_i64(p, P.dk_accum), start, held, up(dim, padding), j, row)
                 memory.store_row(kind, get_i64(p, P.dk), index, dim, row, real(scale(p)))
             if wants & WANT_V:
-                index = _strides(p, P.dv_stride_b, P.dv_stride_h, P.dv_stride_s, packed, hk, k0 + j)
+                index = index_of(p, P.dv_stride_b, P.dv_stride_h, P.dv_stride_s, packed, hk, k0 + j)
                 add_up(p, parts, get_i64(p, P.dv_accum), start, held, up(dim_v, padding), j, row)
                 memory.store_row(kind, get_i64(p, P.dv), index, dim_v, row, real(1.0))
         free(base)
@@ -552,8 +530,8 @@ def make_sinks_gradient(real: Any, simd: Any) -> Callable[..., Any]:
         for b in range(get_i64(p, P.batch)):
             q0, q_len, _, _, _ = entry(p, b)
             packed = 0 if get_i64(p, P.cu_seqlens_q) else b
-            o = _strides(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, q0)
-            d = _strides(p, P.dout_stride_b, P.dout_stride_h, P.dout_stride_s, packed, h, q0)
+            o = index_of(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, q0)
+            d = index_of(p, P.dout_stride_b, P.dout_stride_h, P.dout_stride_s, packed, h, q0)
             index = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + q0
             for i in range(q_len):
                 lse = get(get_i64(p, P.lse), index + i)
@@ -654,5 +632,5 @@ def build(name: str, isa: Any) -> Callable[..., Any]:
         return make_forward(real, simd, features)
     if loop == "backward":
         return make_backward(real, simd, features)
-    makers = {"reduce": make_reduce, "sinks_gradient": make_sinks_gradient, "bias_gradient": make_bias_gradient}
+    makers = {"decode": make_decode, "combine": make_combine, "reduce": make_reduce, "sinks_gradient": make_sinks_gradient, "bias_gradient": make_bias_gradient}
     return makers[loop](real, simd)

@@ -31,7 +31,7 @@ from .cpu_layout import (
     panel_width,
     second_level_bytes,
 )
-from .cpu_team import Team, make_job, thread_count
+from .cpu_team import Team, make_job, restart, thread_count
 
 Array = NDArray[Any]
 Values = dict[str, int | float]
@@ -41,6 +41,9 @@ MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all 
 MIN_ROWS = 64  # below it copying costs more than finer tiles bring
 KEYS = 64  # of a block: it stays in the first-level cache
 TILES_PER_THREAD = 8  # so that the last ones do not keep all waiting
+DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, not packed for a panel
+DECODE_KEYS = 64  # keys of a block: a few rows attend to it while it is in the first-level cache
+DECODE_PART = 1024  # keys of a part at least
 SERIAL_FLOPS = 2.0e7  # below it (some 0.3 ms) waking helpers costs more than they bring
 PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
@@ -157,7 +160,12 @@ def _backward_rows(spec: AttentionSpec, threads: int) -> int:
 
 
 def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
-    """One loop over blocks of query rows; any number of threads may run it, ``threads`` is what it is cut for."""
+    """One loop over blocks of query rows; any number of threads may run it, ``threads`` is what it is cut for.
+
+    Few rows and no features: one over parts of the keys, and one that puts the parts together.
+    """
+    if spec.seqlen_q <= DECODE_ROWS and not _has_features(spec):
+        return _decode_program(spec, threads or thread_count())
     rows = _forward_rows(spec, threads or thread_count())
     keys = _fit(KEYS, spec.seqlen_kv, GROUP)
     inputs = tuple(_operands(spec))
@@ -171,6 +179,29 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
     )
     clear = (Memset("out"),) if spec.varlen else ()  # rows of no sequence
     return Program(inputs, outputs, (), (*clear, step))
+
+
+def _decode_program(spec: AttentionSpec, threads: int) -> Program:
+    values = _common(spec, 0, DECODE_KEYS)
+    pairs = spec.batch * spec.heads_kv
+    most = max(1, spec.seqlen_kv // DECODE_PART)
+    together = spec.heads_kv if spec.k.strides[1] < spec.k.strides[2] else 1
+    tiles = pairs // together
+    parts = min(most, -(-threads * PARTS_PER_THREAD // tiles)) if tiles % threads or tiles < threads else 1
+    values |= {"aux3": parts, "aux4": together}
+    inputs = tuple(_operands(spec))
+    outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
+    step = padding(spec.accumulator)
+    record = -(-spec.head_dim_v // step) * step + 3
+    scratch = Buffer("scratch", (pairs, parts, spec.group * spec.seqlen_q, record), spec.accumulator)
+    pointers = tuple((name, name) for name in (*inputs, "out", "lse", "scratch"))
+    block = params.pack(values)
+    steps = (
+        Host(_entry(spec, "decode", False), tiles * parts, block, pointers),
+        Host(_entry(spec, "combine", False), spec.batch * spec.heads_q, block, pointers),
+    )
+    clear = (Memset("out"),) if spec.varlen else ()
+    return Program(inputs, outputs, (scratch,), (*clear, *steps))
 
 
 def backward_program(spec: AttentionSpec, wants: frozenset[str], threads: int | None = None) -> Program:
@@ -283,6 +314,17 @@ def _flops(spec: AttentionSpec) -> float:
     return 2.0 * spec.batch * spec.heads_q * spec.seqlen_q * keys * (spec.head_dim + spec.head_dim_v)
 
 
+class _Run:
+    """Parameter blocks and the job over them, made once and used by one call at a time."""
+
+    def __init__(self, hosts: list[Host], entries: list[int]) -> None:
+        self._blocks = [np.frombuffer(host.block_words, np.int64).copy() for host in hosts]
+        self.words = [memoryview(block) for block in self._blocks]
+        steps = zip(entries, self._blocks, hosts, strict=True)
+        self.job = make_job([(entry, block.ctypes.data, host.tiles) for entry, block, host in steps])
+        self.address = self.job.ctypes.data
+
+
 class Prepared:
     """A program bound to nothing yet: called with arrays by name, it gives its outputs by name.
 
@@ -290,44 +332,46 @@ class Prepared:
     """
 
     def __init__(self, program: Program, spec: AttentionSpec, threads: int) -> None:
-        self._outputs = [(b.name, b.shape, b.dtype) for b in program.outputs]
+        self._outputs = [
+            (b.name, b.shape, None if b.dtype == "bfloat16" else np.dtype(b.dtype)) for b in program.outputs
+        ]
         self._workspace = [(b.name, b.shape, np.dtype(b.dtype)) for b in program.workspace]
         self._memsets = [step.buffer for step in program.steps if isinstance(step, Memset)]
         self._hosts = [step for step in program.steps if isinstance(step, Host) and step.tiles > 0]
         self._entries = [host_entry(step.entry) for step in self._hosts]
-        self._pointers = [
-            [(params.INDEX[field], name) for field, name in step.pointers] for step in self._hosts
-        ]
+        places: dict[str, list[tuple[int, int]]] = {}
+        for i, step in enumerate(self._hosts):
+            for field, name in step.pointers:
+                places.setdefault(name, []).append((i, params.INDEX[field]))
+        self._places = list(places.items())
         tiles = max((step.tiles for step in self._hosts), default=0)
         self._threads = 1 if _flops(spec) < SERIAL_FLOPS else max(1, min(threads, tiles))
-        self._blocks = [np.frombuffer(step.block_words, np.int64) for step in self._hosts]
+        self._seeded = "dropout_seed" in places
+        self._spare: list[_Run] = []
+        self._team = _team()
 
     def __call__(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
         """Run on the operands by name; fresh outputs by name."""
         like = arrays["q"].dtype
-        outputs = {
-            name: np.empty(shape, like if dtype == "bfloat16" else dtype) for name, shape, dtype in self._outputs
-        }
+        outputs = {name: np.empty(shape, dtype or like) for name, shape, dtype in self._outputs}
         held = {**arrays, **outputs}
         for name, shape, dtype in self._workspace:
             held[name] = np.empty(shape, dtype)
-        if "dropout_seed" in arrays and not isinstance(arrays["dropout_seed"], np.ndarray):
-            held["dropout_seed"] = np.array([arrays["dropout_seed"], 0, 0, 0, 0], np.int64)
+        if self._seeded and not isinstance(held["dropout_seed"], np.ndarray):
+            held["dropout_seed"] = np.array([held["dropout_seed"]], np.int64)
         for name in self._memsets:
             held[name].fill(0)
-        addresses = {name: x.__array_interface__["data"][0] for name, x in held.items() if x is not None}
-        blocks = []
-        for block, pointers in zip(self._blocks, self._pointers, strict=True):
-            words = block.copy()
-            for index, name in pointers:
-                words[index] = addresses[name]
-            blocks.append(words)
-        steps = [
-            (entry, words.ctypes.data, host.tiles)
-            for entry, words, host in zip(self._entries, blocks, self._hosts, strict=True)
-        ]
-        if steps:
-            _team().run(make_job(steps), self._threads)
+        run = self._spare.pop() if self._spare else _Run(self._hosts, self._entries)
+        for name, places in self._places:
+            address = held[name].__array_interface__["data"][0]
+            for block, word in places:
+                run.words[block][word] = address
+        if self._threads > 1:  # a helper may still look at this job's counters: it is not used again
+            self._team.run(run.job, self._threads)
+        else:
+            restart(run.job)
+            self._team.run_alone(run.address)
+            self._spare.append(run)
         return outputs
 
 
