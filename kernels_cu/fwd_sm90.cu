@@ -4,239 +4,27 @@
 // the last P V of this one. Never here: host code, assembly (ptx_sm90.cuh), other architectures.
 //
 // Configuration: DTYPE, HEAD_DIM, HEAD_DIM_V (rounded up: 64, 96, 128, 192, 256), BLOCK_M, BLOCK_N, STAGES (of K and V each), and
-//   Q_BUFFERS  2: the next tile's Q is loaded early and O leaves through the finished tile's Q buffer (stmatrix, TMA store)
-//              1: where shared memory has no room: Q is reloaded after its last use and O leaves from the registers
+//   Q_BUFFERS  3: the next tile's Q is loaded early and O leaves through the finished tile's Q buffer (stmatrix, TMA store)
+//              1: where shared memory has no room: Q is reloaded after its last use, O leaves from the registers, and the
+//                 next tile's first S comes after this tile's end, by when its Q has arrived
 //   PINGPONG   1: named barriers let the warpgroups issue their products in turn
 //   POLL       1: the wait for the next K tile stands just behind the row maximum. It is needed anyway; there it keeps ptxas from
 //              hoisting the wait for P V over the shuffles, so that exps, packing and rescaling overlap with P V
-//   SCHEDULE   0: tile = block index + i * grid; 1: the same, every other round reversed; 2: handed out by an atomic counter
+//   SCHEDULE   0: tile = block index + i * grid; 1: handed out by an atomic counter
 //   LPT        1: heaviest tiles (last rows) first, inside sections of aux1 heads whose keys and values fit in L2
-//   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS: features, 0 or 1
-// Params: aux0 = query blocks of an entry, aux1 = heads of a section, aux2 = tiles, aux3 = first row that the K and V maps hold.
-// Tensor maps: (column, row, head, batch), boxes of 64 columns by BLOCK_M rows of Q, BLOCK_N of K and V, 64 of out, swizzle 128.
-#include "ptx_sm90.cuh"
+//   LOOP_MASKS 0: only the first block of a tile is ever crossed by a mask's edge
+//   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
+//   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: bias and mask can be read two columns at once
+// Params: aux0 = query blocks of an entry, aux1 = heads of a section, aux2 = tiles, aux3 = first row that the K and V maps hold;
+// aux4-6 = strides of live_tiles.cu's bitmap; semaphore and scratch from fwd_sm90_prepare.cu.
+// Tensor maps: (column, row, head, batch), boxes of 64 columns by BLOCK_M rows of Q, BLOCK_N of K and V, 16 of out, swizzle 128.
+#include "fwd_sm90.cuh"
+#include "philox.cuh"
 
-#define NUM_WG (BLOCK_M / 64)
-#define NUM_THREADS (128 * (NUM_WG + 1))
-#define SLABS ((HEAD_DIM + 63) / 64)
-#define SLABS_V ((HEAD_DIM_V + 63) / 64)
-#define K_BYTES (BLOCK_N * 128 * SLABS)
-#define V_BYTES (BLOCK_N * 128 * SLABS_V)
-#define Q_LOAD_BYTES (BLOCK_M * 128 * SLABS)
-#define Q_BYTES (BLOCK_M * 128 * (Q_BUFFERS == 2 && SLABS_V > SLABS ? SLABS_V : SLABS))
-#define SLOT_BYTES 48
-#define NEG_INF __int_as_float(0xff800000)
-#define LOG2E 1.4426950408889634f
-#define LN2 0.6931471805599453f
-// A key block that no map holds: arrives as zeros. Stands for the key range of rows that see nothing.
-#define EMPTY_BLOCK ((1 << 30) / BLOCK_N + 1)
-
-static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
-
-// ---------------------------------------------------------------------------------------------- shared memory
-struct Shared {  // addresses
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot;
-};
-
-__device__ __forceinline__ Shared shared_layout(u32 base) {
-  Shared sh;
-  sh.q = (base + 1023) & ~1023u;
-  sh.k = sh.q + Q_BUFFERS * Q_BYTES;
-  sh.v = sh.k + STAGES * K_BYTES;
-  sh.slot = sh.v + STAGES * V_BYTES;  // what the producer says about the tile in each Q buffer
-  sh.q_full = sh.slot + SLOT_BYTES * Q_BUFFERS;
-  sh.q_empty = sh.q_full + 8 * Q_BUFFERS;
-  sh.k_full = sh.q_empty + 8 * Q_BUFFERS;
-  sh.k_empty = sh.k_full + 8 * STAGES;
-  sh.v_full = sh.k_empty + 8 * STAGES;
-  sh.v_empty = sh.v_full + 8 * STAGES;
-  return sh;
-}
-
-__device__ __forceinline__ void init_barriers(const Shared& sh) {
-  for (int i = 0; i < Q_BUFFERS; i++) {
-    mbarrier_init(sh.q_full + 8 * i, 1);
-    mbarrier_init(sh.q_empty + 8 * i, Q_BUFFERS == 2 ? NUM_WG : 4 * NUM_WG);
-  }
-  for (int i = 0; i < STAGES; i++) {
-    mbarrier_init(sh.k_full + 8 * i, 1);
-    mbarrier_init(sh.v_full + 8 * i, 1);
-    mbarrier_init(sh.k_empty + 8 * i, 4 * NUM_WG);
-    mbarrier_init(sh.v_empty + 8 * i, 4 * NUM_WG);
-  }
-  mbarrier_init_fence();
-}
-
-// ---------------------------------------------------------------------------------------------- tiles
-struct Tile {
-  int m, head, batch;          // query block (-1: no more tiles), query head, entry
-  int q_start, k_start;        // first row of the entry in the maps
-  int first, last;             // key blocks, walked downward from first to last
-  int q_len, kv_len, offset;   // of the entry; row i's diagonal is key i + offset
-  __device__ __forceinline__ int blocks() const { return first - last + 1; }
-  // keys that the tile's rows can see: [low_key, high_key)
-  __device__ __forceinline__ int high_key(const Params& p) const {
-    int rows = min((m + 1) * BLOCK_M, q_len);
-    return HAS_RIGHT ? min(kv_len, rows + offset + (int)p.window_right) : kv_len;
-  }
-  __device__ __forceinline__ int low_key(const Params& p) const {
-    return HAS_LEFT ? max(0, m * BLOCK_M + offset - (int)p.window_left) : 0;
-  }
-};
-
-__device__ __forceinline__ void read_entry(const Params& p, Tile& tile) {
-  tile.q_len = (int)p.seqlen_q;
-  tile.kv_len = (int)p.seqlen_kv;
-  tile.offset = (int)p.q_offset_value;
-  tile.q_start = 0;
-  tile.k_start = VARIABLE ? 0 : -(int)p.aux3;
-#if VARIABLE
-  const int b = tile.batch;
-#if VARLEN
-  tile.q_start = p.cu_seqlens_q[b];
-  tile.k_start = p.cu_seqlens_k[b];
-  tile.q_len = p.cu_seqlens_q[b + 1] - tile.q_start;
-  tile.kv_len = p.cu_seqlens_k[b + 1] - tile.k_start;
-#endif
-  if (p.q_seqlens) tile.q_len = p.q_seqlens[b];
-  if (p.kv_seqlens) tile.kv_len = p.kv_seqlens[b];
-  if (p.q_offset_mode == OFFSET_ARRAY) tile.offset = p.q_offset[b];
-  if (p.q_offset_mode == OFFSET_BOTTOM_RIGHT) tile.offset = tile.kv_len - tile.q_len;
-#endif
-}
-
-__device__ __forceinline__ void decode_tile(const Params& p, int t, Tile& tile) {
-  const int blocks = (int)p.aux0, heads = (int)p.heads_q;
-  int entry;  // batch and head
-#if LPT
-  const int section = (int)p.aux1, s = t / (section * blocks), r = t - s * (section * blocks);
-  const int width = min(section, heads * (int)p.batch - s * section);
-  tile.m = blocks - 1 - r / width;
-  entry = s * section + r % width;
-#else
-  entry = t / blocks;
-  tile.m = t - entry * blocks;
-#endif
-  tile.batch = entry / heads;
-  tile.head = entry - tile.batch * heads;
-  read_entry(p, tile);
-  const int high = tile.high_key(p), low = tile.low_key(p);
-  const bool empty = high <= low || tile.m * BLOCK_M >= tile.q_len;
-  tile.first = empty ? EMPTY_BLOCK : (high - 1) / BLOCK_N;
-  tile.last = empty ? EMPTY_BLOCK : low / BLOCK_N;
-}
-
-// Hands tiles out; only the producer's issuing thread has one.
-struct Scheduler {
-  int next;
-#if SCHEDULE == 1
-  int round;
-#endif
-  __device__ __forceinline__ void start() {
-    next = blockIdx.x;
-#if SCHEDULE == 1
-    round = 0;
-#endif
-  }
-  __device__ __forceinline__ bool fetch(const Params& p, Tile& tile) {
-    for (;;) {
-      const int t = next;
-#if SCHEDULE == 2
-      if (t >= (int)p.aux2) return false;
-      next = atomicAdd(p.semaphore, 1) + gridDim.x;
-#elif SCHEDULE == 1
-      round++;
-      next = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-      if (t >= (int)p.aux2) return false;
-#else
-      if (t >= (int)p.aux2) return false;
-      next = t + gridDim.x;
-#endif
-      decode_tile(p, t, tile);
-      if (!VARLEN || tile.m * BLOCK_M < tile.q_len) return true;
-    }
-  }
-};
-
-// ---------------------------------------------------------------------------------------------- producer
-struct Producer {
-  const Params& p;
-  const Shared& sh;
-  const TMap *map_q, *map_k, *map_v;
-  int group;
-
-  template <int SLAB_COUNT>
-  __device__ __forceinline__ void load(const TMap* map, u32 base, u32 full, u32 empty, int count, const Tile& tile, int n) {
-    const int stage = count % STAGES, head = tile.head / group, batch = VARLEN ? 0 : tile.batch;
-    mbarrier_wait(empty + 8 * stage, ((count / STAGES) & 1) ^ 1);
-    mbarrier_expect(full + 8 * stage, BLOCK_N * 128 * SLAB_COUNT);
-#pragma unroll
-    for (int x = 0; x < SLAB_COUNT; x++)
-      tma_load(base + stage * (BLOCK_N * 128 * SLAB_COUNT) + x * BLOCK_N * 128, map, 64 * x, tile.k_start + n * BLOCK_N, head, batch,
-               full + 8 * stage);
-  }
-  __device__ __forceinline__ void load_k(int count, const Tile& tile, int n) {
-    load<SLABS>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
-  }
-  __device__ __forceinline__ void load_v(int count, const Tile& tile, int n) {
-    load<SLABS_V>(map_v, sh.v, sh.v_full, sh.v_empty, count, tile, n);
-  }
-  // Tile number i of this block: say what it is, load its Q.
-  __device__ __forceinline__ void issue_q(int i, bool any, const Tile& tile) {
-    const int buffer = i % Q_BUFFERS;
-    const u32 slot = sh.slot + SLOT_BYTES * buffer, full = sh.q_full + 8 * buffer;
-    mbarrier_wait(sh.q_empty + 8 * buffer, ((i / Q_BUFFERS) & 1) ^ 1);
-    shared_store_v4(slot, any ? tile.m : -1, tile.head, tile.batch, tile.q_start);
-    shared_store_v4(slot + 16, tile.first, tile.last, 0, 0);
-#if VARIABLE
-    shared_store_v4(slot + 32, tile.q_len, tile.kv_len, tile.offset, 0);
-#endif
-    if (!any) return mbarrier_arrive(full);
-    mbarrier_expect(full, Q_LOAD_BYTES);
-#pragma unroll
-    for (int x = 0; x < SLABS; x++)
-      tma_load(sh.q + buffer * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, tile.q_start + tile.m * BLOCK_M, tile.head,
-               VARLEN ? 0 : tile.batch, full);
-  }
-  // K(0) of the next tile, or, after the last tile, the arrival that ends the consumers' last poll.
-  __device__ __forceinline__ void begin(int count, bool any, const Tile& tile) {
-    if (any) return load_k(count, tile, tile.first);
-    mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
-    mbarrier_arrive(sh.k_full + 8 * (count % STAGES));
-  }
-
-  // K(0) K(1) V(0) K(2) V(1) next-Q ... K(n-1) V(n-2) next-K(0) V(n-1)
-  // NOTE: nothing that the consumers wait for may stand behind a wait for what they release later; see Consumer::boundary.
-  __device__ __forceinline__ void run() {
-    Scheduler scheduler;
-    Tile tile, following;
-    int count = 0, i = 0;
-    scheduler.start();
-    bool any = scheduler.fetch(p, tile);
-    issue_q(0, any, tile);
-    if (any) begin(0, true, tile);
-    while (any) {
-      const int blocks = tile.blocks(), early = Q_BUFFERS == 2 ? min(2, blocks - 1) : 0;
-      const bool more = scheduler.fetch(p, following);
-#pragma unroll 1
-      for (int b = 1; b < blocks; b++) {
-        load_k(count + b, tile, tile.first - b);
-        load_v(count + b - 1, tile, tile.first - b + 1);
-        if (Q_BUFFERS == 2 && b == early) issue_q(i + 1, more, following);
-      }
-      begin(count + blocks, more, following);
-      load_v(count + blocks - 1, tile, tile.last);
-      if (early == 0) issue_q(i + 1, more, following);
-      count += blocks;
-      i++;
-      tile = following;
-      any = more;
-    }
-#if SCHEDULE == 2
-    if (atomicAdd(p.semaphore + 1, 1) == gridDim.x - 1) p.semaphore[0] = 0, p.semaphore[1] = 0;  // ready for the next launch
-#endif
-  }
-};
+// Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
+#define NATURAL (BIAS > 0)
+static_assert(!(SCATTERED || DROPOUT) || BLOCK_N == 64, "a thread's 32 scores are bits of one word");
+static_assert(!(SCATTERED && VARLEN), "packed sequences have none of these");
 
 // ---------------------------------------------------------------------------------------------- consumers
 // A thread holds, of two rows 8 apart, 2 of every 8 columns (see Wgmma); suffixes 0 and 1 name the rows.
@@ -244,16 +32,21 @@ struct Consumer {
   const Params& p;
   const Shared& sh;
   const TMap* map_out;
-  int wg, tid;        // warpgroup, thread in it
+  int wg, warp, tid;  // warpgroup, warp and thread in it
   u64 q_desc, k_desc, v_desc;
-  float scale;        // of scores, log2(e) included
-  float cap_scale;    // SOFTCAP: scores to tanh's argument
+  float unit;         // natural units of a raw score (SOFTCAP: of tanh's value)
+  float scale;        // of kept scores, log2(e) included
+  float cap_scale;    // SOFTCAP: raw scores to tanh's argument
   float o[HEAD_DIM_V / 2], s[BLOCK_N / 2];
   u32 probs[BLOCK_N / 4];
   float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1;
   Tile tile;
   int count, index;   // key blocks before this tile; tiles before it
-  float slope;        // ALIBI: of this head, over scale
+  float slope;        // ALIBI: of this head, over unit
+  int block;          // SKIPPING: the key block of s
+  u32 hidden, seen;   // MASK, SEGMENTS: bit i: s[i]; SCATTERED: bit 2 x + z: some of the thread's rows sees column 8 x + z
+  u32 bias[BIAS == 2 ? BLOCK_N / 2 : BLOCK_N / 4];
+  DropoutKey key;
 
   __device__ __forceinline__ int lane() const { return tid & 31; }
   __device__ __forceinline__ int row(const Tile& t) const {  // the thread's first row in the entry
@@ -267,9 +60,9 @@ struct Consumer {
   __device__ __forceinline__ void release_q(bool last) {
     if (Q_BUFFERS == 1) mbarrier_arrive_if(sh.q_empty, last && lane() == 0);
   }
-  // Q_BUFFERS == 2: the store of tile i has read the buffer.
+  // STAGED: the warp's store of tile i has read the buffer.
   __device__ __forceinline__ void release_out(int i) {
-    if (Q_BUFFERS == 2 && tid == 0) {
+    if (STAGED && i >= 0 && lane() == 0) {
       bulk_wait_read<0>();
       mbarrier_arrive(sh.q_empty + 8 * (i % Q_BUFFERS));
     }
@@ -284,7 +77,10 @@ struct Consumer {
 
   // ---- products
   __device__ __forceinline__ void issue_qk(int i, int buffer) {
-    const u64 q = q_desc + buffer * (Q_BYTES >> 4), k = k_desc + (u64)((i % STAGES) * (K_BYTES >> 4));
+    u64 q = q_desc + buffer * (Q_BYTES >> 4);
+    const u64 k = k_desc + (u64)((i % STAGES) * (K_BYTES >> 4));
+    // fresh in each step: ptxas would keep every slab's descriptor in uniform registers, more than there are
+    if (FRESH) q = (q & 0xffffffff00000000ull) | (u32)uniform((int)(u32)q);
 #pragma unroll
     for (int x = 0; x < HEAD_DIM / 16; x++)
       Wgmma<BLOCK_N>::ss<0, 0>(s, q + (x >> 2) * (BLOCK_M * 128 >> 4) + 2 * (x & 3), k + (x >> 2) * (BLOCK_N * 128 >> 4) + 2 * (x & 3),
@@ -328,17 +124,168 @@ struct Consumer {
       if (HAS_LEFT && column < (i & 2 ? low1 : low0)) s[i] = NEG_INF;
     }
   }
+  // What bias, mask and segments say of the thread's scores of block n: into `bias` and `hidden`, while products run.
+  __device__ __forceinline__ void load_operands(const Tile& t, int n) {
+#if SCATTERED
+    const int column = n * BLOCK_N + 2 * (lane() & 3), columns = t.kv_len - column;  // columns from the thread's first on
+    hidden = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int i = row(t) + 8 * half;
+      const bool inside = i < t.q_len;
+      if (!inside) hidden |= 0x33333333u << (2 * half);
+#if BIAS
+      const BiasElement* b = (const BiasElement*)p.bias + t.batch * p.bias_stride_b + t.head * p.bias_stride_h +
+                             i * p.bias_stride_q + column * (PAIRS ? 1 : p.bias_stride_k);
+#endif
+#if MASK
+      const u8* m = p.mask + t.batch * p.mask_stride_b + t.head * p.mask_stride_h + i * p.mask_stride_q +
+                    column * (PAIRS ? 1 : p.mask_stride_k);
+#endif
+#if SEGMENTS
+      const int mine = inside ? p.q_segment_ids[t.batch * p.seqlen_q + i] : 0;
+      const int* ids = p.kv_segment_ids + t.batch * p.seqlen_kv + column;
+#endif
+#pragma unroll
+      for (int x = 0; x < BLOCK_N / 8; x++) {
+        const bool first = inside && 8 * x < columns, second = inside && 8 * x + 1 < columns;
+#if BIAS
+        load_bias(b, x, half, first, second);
+#endif
+#if MASK
+        u32 seen = 0;
+        if (PAIRS) {
+          if (first) seen = *(const u16*)(m + 8 * x);
+        } else {
+          if (first) seen = m[8 * x * p.mask_stride_k];
+          if (second) seen |= (u32)m[(8 * x + 1) * p.mask_stride_k] << 8;
+        }
+        if (!(seen & 0x00ff)) hidden |= 1u << (4 * x + 2 * half);
+        if (!(seen & 0xff00)) hidden |= 2u << (4 * x + 2 * half);
+#endif
+#if SEGMENTS
+        if (first && ids[8 * x] != mine) hidden |= 1u << (4 * x + 2 * half);
+        if (second && ids[8 * x + 1] != mine) hidden |= 2u << (4 * x + 2 * half);
+#endif
+      }
+    }
+#endif
+  }
+#if BIAS == 1
+  typedef u16 BiasElement;
+  __device__ __forceinline__ void load_bias(const u16* b, int x, int half, bool first, bool second) {
+    u32& pair = bias[2 * x + half];
+    pair = 0;
+    if (PAIRS) {
+      if (first) pair = *(const u32*)(b + 8 * x);
+    } else {
+      if (first) pair = b[8 * x * p.bias_stride_k];
+      if (second) pair |= (u32)b[(8 * x + 1) * p.bias_stride_k] << 16;
+    }
+  }
+#elif BIAS
+  typedef float BiasElement;
+  __device__ __forceinline__ void load_bias(const float* b, int x, int half, bool first, bool second) {
+    float2 pair = make_float2(0.f, 0.f);
+    if (PAIRS) {
+      if (first) pair = *(const float2*)(b + 8 * x);
+    } else {
+      if (first) pair.x = b[8 * x * p.bias_stride_k];
+      if (second) pair.y = b[(8 * x + 1) * p.bias_stride_k];
+    }
+    bias[4 * x + 2 * half] = __float_as_uint(pair.x);
+    bias[4 * x + 2 * half + 1] = __float_as_uint(pair.y);
+  }
+#endif
+  __device__ __forceinline__ void apply_operands() {
+#if BIAS
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i += 2) {
+      const float2 b = BIAS == 1 ? unpack_half2(bias[i / 2]) : make_float2(__uint_as_float(bias[i]), __uint_as_float(bias[i + 1]));
+      s[i] = b.x == NEG_INF ? NEG_INF : s[i] * unit + b.x;  // a select: s may be NaN where the bias hides
+      s[i + 1] = b.y == NEG_INF ? NEG_INF : s[i + 1] * unit + b.y;
+    }
+#endif
+#if SCATTERED
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i++)
+      if (hidden >> i & 1) s[i] = NEG_INF;
+#endif
+  }
   __device__ __forceinline__ void transform(int n, bool masked) {
     cap();
     add_alibi(n);
+    apply_operands();
     if (masked) hide(n);
+    note_seen();
+  }
+
+  // SCATTERED: a V row that no row of the tile sees becomes zeros: 0 * NaN is NaN. Every warp notes which keys its rows
+  // see; once all have, each warpgroup writes the zeros, the same ones, before its own reads.
+  __device__ __forceinline__ u32 over_rows(u32 x) const {
+    x |= __shfl_xor_sync(~0u, x, 4);
+    x |= __shfl_xor_sync(~0u, x, 8);
+    return x | __shfl_xor_sync(~0u, x, 16);
+  }
+  __device__ __forceinline__ void note_seen() {
+#if SCATTERED
+    seen = 0;
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 8; x++) {
+      if (s[4 * x] != NEG_INF || s[4 * x + 2] != NEG_INF) seen |= 1u << (2 * x);
+      if (s[4 * x + 1] != NEG_INF || s[4 * x + 3] != NEG_INF) seen |= 2u << (2 * x);
+    }
+#endif
+  }
+  __device__ __forceinline__ void clean_unseen(int i) {
+#if SCATTERED
+    const u32 words = sh.seen + (i & 1) * (4 * NUM_WG * 16), all = (1u << (BLOCK_N / 4)) - 1;
+    const u32 mine = over_rows(seen);
+    if (lane() < 4) shared_store(words + (wg * 4 + warp) * 16 + 4 * lane(), mine);
+    barrier_sync(7, 128 * NUM_WG);
+    u32 word = 0;
+    for (int x = lane() >> 2; x < 4 * NUM_WG; x += 8) word |= shared_load(words + x * 16 + 4 * (lane() & 3));
+    word = over_rows(word);
+    if (__all_sync(~0u, word == all)) return;
+    wait_v(i);
+    const u32 base = sh.v + (i % STAGES) * V_BYTES + (lane() >> 3) * (BLOCK_N * 128) + (lane() & 7) * 16;
+#pragma unroll 1
+    for (int column = warp; column < BLOCK_N; column += 4) {
+      const u32 of_quad = __shfl_sync(~0u, word, (column >> 1) & 3);
+      if (!(of_quad >> (2 * (column >> 3) + (column & 1)) & 1) && (lane() >> 3) < SLABS_V)
+        shared_store_v4(base + column * 128, 0, 0, 0, 0);
+    }
+    proxy_fence();
+    barrier_sync(8 + wg, 128);
+#endif
+  }
+
+  // Zeroes dropped weights; the sums keep them.
+  __device__ __forceinline__ void drop(int n) {
+#if DROPOUT
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int x = 0; x < BLOCK_N / 8; x += 4) {
+        const Philox4 words = dropout_words(key, row(tile) + 8 * half, n * BLOCK_N + 8 * x + 2 * (lane() & 3));
+#pragma unroll
+        for (int y = 0; y < 4; y++)
+#pragma unroll
+          for (int z = 0; z < 2; z++)
+            if (dropout_draw(words, 8 * y + z) >= (u32)p.dropout_threshold) s[4 * (x + y) + 2 * half + z] = 0.f;
+      }
+#endif
   }
 
   // ---- softmax
+  // NOTE: natural units subtract first: of huge scores the product's rounding error would be huge.
+  __device__ __forceinline__ float weight(float score, float subtrahend) const {
+    return exp2_approx(NATURAL ? (score - subtrahend) * scale : score * scale - subtrahend);
+  }
   __device__ __forceinline__ void row_max(bool masked, bool first) {
     const float old0 = max0, old1 = max1;
     float a = NEG_INF, b = NEG_INF;
-    if (first) max0 = max1 = NEG_INF, sum0 = sum1 = 0.f;
+    if (first) max0 = max1 = NEG_INF, sum0 = sum1 = 0.f, shrink0 = shrink1 = 1.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i += 8) {
       max0 = fmaxf(max0, fmaxf(s[i], s[i + 1]));
@@ -352,11 +299,11 @@ struct Consumer {
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 1));
     max0 = fmaxf(max0, __shfl_xor_sync(~0u, max0, 2));
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 2));
-    sub0 = max0 * scale;
-    sub1 = max1 * scale;
+    sub0 = NATURAL ? max0 : max0 * scale;
+    sub1 = NATURAL ? max1 : max1 * scale;
     if (!first) {
-      shrink0 = exp2_approx(old0 * scale - sub0);
-      shrink1 = exp2_approx(old1 * scale - sub1);
+      shrink0 = weight(old0, sub0);
+      shrink1 = weight(old1, sub1);
     }
     if (masked) {  // rows that have seen nothing yet
       if (max0 == NEG_INF) sub0 = 0.f, shrink0 = 1.f;
@@ -364,12 +311,14 @@ struct Consumer {
     }
     if (!first) sum0 *= shrink0, sum1 *= shrink1;
   }
-  __device__ __forceinline__ void exponentials() {
+  // Of scores [from, to), multiples of 8.
+  __device__ __forceinline__ void exponentials(int from = 0, int to = BLOCK_N / 2) {
     float a = 0.f, b = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i += 8) {
+      if (i < from || i >= to) continue;
 #pragma unroll
-      for (int j = 0; j < 8; j++) s[i + j] = exp2_approx(s[i + j] * scale - (j & 2 ? sub1 : sub0));
+      for (int j = 0; j < 8; j++) s[i + j] = weight(s[i + j], j & 2 ? sub1 : sub0);
       sum0 += s[i] + s[i + 1];
       sum1 += s[i + 2] + s[i + 3];
       a += s[i + 4] + s[i + 5];
@@ -392,17 +341,17 @@ struct Consumer {
   }
 
   // ---- tiles
-  // Waits for tile `index`; everything into uniform registers.
-  __device__ __forceinline__ Tile receive() {
-    const int buffer = index % Q_BUFFERS;
+  // Waits for this block's tile number i; everything into uniform registers.
+  __device__ __forceinline__ Tile receive(int i) {
+    const int buffer = i % Q_BUFFERS;
     const u32 slot = sh.slot + SLOT_BYTES * buffer;
     Tile t;
     u32 a, b, c, d;
-    mbarrier_wait(sh.q_full + 8 * buffer, (index / Q_BUFFERS) & 1);
+    mbarrier_wait(sh.q_full + 8 * buffer, (i / Q_BUFFERS) & 1);
     shared_load_v4(slot, a, b, c, d);
     t.m = uniform(a), t.head = uniform(b), t.batch = uniform(c), t.q_start = uniform(d);
     shared_load_v4(slot + 16, a, b, c, d);
-    t.first = uniform(a), t.last = uniform(b);
+    t.first = uniform(a), t.last = uniform(b), t.live = SKIPPING ? uniform(c) : 0;
 #if VARIABLE
     shared_load_v4(slot + 32, a, b, c, d);
     t.q_len = uniform(a), t.kv_len = uniform(b), t.offset = uniform(c);
@@ -413,8 +362,9 @@ struct Consumer {
   }
   __device__ __forceinline__ void enter(const Tile& t) {
     tile = t;
+    if (DROPOUT) key = dropout_key(p, t.batch, t.head);
 #if ALIBI
-    slope = ((const float*)p.alibi_slopes)[t.batch * p.alibi_slopes_stride_b + t.head] * LOG2E / scale;
+    slope = ((const float*)p.alibi_slopes)[t.batch * p.alibi_slopes_stride_b + t.head] / unit;
 #endif
   }
 
@@ -430,7 +380,7 @@ struct Consumer {
     barrier_sync(8 + wg, 128);
   }
   __device__ __forceinline__ void clean_high_end() {
-#if VARIABLE
+#if VARIABLE && !SCATTERED
     const int end = tile.high_key(p) - tile.first * BLOCK_N;
     if (tile.first != EMPTY_BLOCK && end < BLOCK_N) {
       wait_v(count);
@@ -439,7 +389,7 @@ struct Consumer {
 #endif
   }
   __device__ __forceinline__ void clean_low_end() {
-#if VARIABLE && HAS_LEFT
+#if VARIABLE && HAS_LEFT && !SCATTERED
     const int begin = tile.low_key(p) - tile.last * BLOCK_N;
     if (tile.last != EMPTY_BLOCK && begin > 0) {
       const int i = count + tile.blocks() - 1;
@@ -462,10 +412,11 @@ struct Consumer {
 #pragma unroll
     for (int x = 0; x < HEAD_DIM_V / 4; x++) {  // rounded in place: the packed pair takes the first float's register
       const float inverse = x & 1 ? inverse1 : inverse0;
-      o[x] = __uint_as_float(pack_half2(o[2 * x] * inverse, o[2 * x + 1] * inverse));
+      const u32 pair = pack_half2(o[2 * x] * inverse, o[2 * x + 1] * inverse);
+      o[x] = __uint_as_float(VARIABLE && inverse == 0.f ? 0u : pair);  // a row beyond the length may be anything
     }
     const int rows = VARLEN ? t.q_len : (int)p.seqlen_q;
-    if (Q_BUFFERS == 2)
+    if (STAGED)
       store_staged(t, i, rows);
     else
       store_direct(t, r, rows);
@@ -476,55 +427,55 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ void normalise(const Tile& t, int r, float m, float l, float& inverse, float& lse) {
-    m *= scale;
-    float shrink = 1.f;
+    if (!NATURAL) m *= scale * LN2;
+    float shrink = DROPOUT ? (float)p.dropout_scale : 1.f;
 #if SINKS
     if (l > 0.f) {
-      const float sink = ((const float*)p.sinks)[t.head] * LOG2E, top = fmaxf(m, sink);
-      shrink = exp2_approx(m - top);
-      l = l * shrink + exp2_approx(sink - top);
+      const float sink = ((const float*)p.sinks)[t.head], top = fmaxf(m, sink), weight = exp2_approx((m - top) * LOG2E);
+      l = l * weight + exp2_approx((sink - top) * LOG2E);
+      shrink *= weight;
       m = top;
     }
 #endif
     const bool empty = l == 0.f || (VARIABLE && r >= t.q_len);
     inverse = empty ? 0.f : __fdividef(shrink, l);
-    lse = empty ? NEG_INF : (m + log2_approx(l)) * LN2;
-    if (VARIABLE && r >= t.q_len) inverse = 0.f;
+    lse = empty ? NEG_INF : m + log2_approx(l) * LN2;
   }
   __device__ __forceinline__ u32 packed(int x) { return __float_as_uint(o[x]); }
 
+  // Through the tile's Q buffer; each warp by itself.
   __device__ __forceinline__ void store_staged(const Tile& t, int i, int rows) {
+    const int first = wg * 64 + warp * 16, line = first + (lane() & 15);
     const u32 buffer = sh.q + (i % Q_BUFFERS) * Q_BYTES;
-    const int line = wg * 64 + (tid >> 5) * 16 + (lane() & 15);
 #pragma unroll
     for (int x = 0; x < HEAD_DIM_V / 16; x++)
       stmatrix_x4(buffer + (x >> 2) * (BLOCK_M * 128) + line * 128 + (((2 * (x & 3) + (lane() >> 4)) ^ (line & 7)) << 4),
                   packed(4 * x), packed(4 * x + 1), packed(4 * x + 2), packed(4 * x + 3));
     proxy_fence();
-    barrier_sync(8 + wg, 128);
-    const int start = t.m * BLOCK_M + wg * 64;
+    __syncwarp();
+    const int start = t.m * BLOCK_M + first;
 #if VARLEN
-    if (start + 64 > rows) return store_lines(t, buffer, start, rows);
+    if (start + 16 > rows) return store_lines(t, buffer + first * 128, start, rows);
 #endif
-    if (tid == 0) {
+    if (lane() == 0) {
 #pragma unroll
       for (int x = 0; x < SLABS_V; x++)
-        tma_store(map_out, 64 * x, t.q_start + start, t.head, VARLEN ? 0 : t.batch, buffer + x * BLOCK_M * 128 + wg * 64 * 128);
+        tma_store(map_out, 64 * x, t.q_start + start, t.head, VARLEN ? 0 : t.batch, buffer + x * BLOCK_M * 128 + first * 128);
       bulk_commit();
     }
   }
   // VARLEN: the last rows of a sequence; a TMA box would run over the next sequence's.
-  __device__ __forceinline__ void store_lines(const Tile& t, u32 buffer, int start, int rows) {
+  __device__ __forceinline__ void store_lines(const Tile& t, u32 from, int start, int rows) {
     u16* out = (u16*)p.out + (i64)(t.q_start + start) * p.out_stride_s + t.head * p.out_stride_h;
-    for (int x = tid; x < 64 * 8 * SLABS_V; x += 128) {
-      const int chunk = x & 7, line = (x >> 3) & 63, slab = x >> 9, column = 64 * slab + 8 * chunk;
+    for (int x = lane(); x < 16 * 8 * SLABS_V; x += 32) {
+      const int chunk = x & 7, line = (x >> 3) & 15, slab = x >> 7, column = 64 * slab + 8 * chunk;
       u32 a, b, c, d;
       if (start + line < rows && column < (int)p.head_dim_v) {
-        shared_load_v4(buffer + slab * (BLOCK_M * 128) + (wg * 64 + line) * 128 + ((chunk ^ (line & 7)) << 4), a, b, c, d);
+        shared_load_v4(from + slab * (BLOCK_M * 128) + line * 128 + ((chunk ^ (line & 7)) << 4), a, b, c, d);
         *(uint4*)(out + line * p.out_stride_s + column) = make_uint4(a, b, c, d);
       }
     }
-    barrier_sync(8 + wg, 128);
+    __syncwarp();
   }
   // From the registers: four lanes exchange so that each writes 16 contiguous bytes.
   __device__ __forceinline__ void store_direct(const Tile& t, int r, int rows) {
@@ -536,7 +487,7 @@ struct Consumer {
       for (int half = 0; half < 2; half++) {
         u32 a = packed(x + half), b = packed(x + half + 2), c = packed(x + half + 4), d = packed(x + half + 6);
         quad_transpose(quad, a, b, c, d);
-        const int column = 2 * x + 8 * quad;
+        const int column = 4 * x + 8 * quad;
         if (r + 8 * half < rows && column < (int)p.head_dim_v)
           *(uint4*)(out + 8 * half * p.out_stride_s + column) = make_uint4(a, b, c, d);
       }
@@ -554,118 +505,154 @@ struct Consumer {
   }
 
   // ---- the pipeline
-  // S of block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
-  __device__ __forceinline__ void issue_both(int s_block, int buffer) {
+  // SKIPPING: the producer says which key block it is; else n. NOTE: before K is released.
+  __device__ __forceinline__ void find_block(int i, int n) {
+    block = SKIPPING ? (int)shared_load(sh.block + 4 * (i % STAGES)) : n;
+  }
+  // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
+  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n) {
     if (!POLL) wait_k(s_block);
     turn_begin();
     touch(s);
     touch(o);
     wgmma_fence();
     issue_qk(s_block, buffer);
+    if (LATE) rescale();
     wait_v(s_block - 1);
     wgmma_fence();  // else ptxas injects it (C7519)
     issue_pv(s_block - 1);
     turn_end();
+    find_block(s_block, n);
+    load_operands(t, block);
     wgmma_wait<1>();
     touch(s);
     release_k(s_block);
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
-    if (Q_BUFFERS == 2 && b == 2 && index > 0) release_out(index - 1);  // here: a branch further down moves the wait for P V
-    issue_both(i, index % Q_BUFFERS);
-    release_q(b == tile.first - tile.last);
-    transform(tile.first - b, masked);
+    issue_both(i, index % Q_BUFFERS, tile, tile.first - b);
+    release_q(b == tile.blocks() - 1);
+    transform(block, masked);
     row_max(masked, false);
+    exponentials(0, POLLAT * 8);
     touch(s);
     if (POLL) wait_k(i + 1);  // always comes: this tile's, the next one's first, or the producer's last arrival
     wgmma_wait<0>();
     touch(o);
-    exponentials();
+    exponentials(POLLAT * 8, BLOCK_N / 2);
     release_v(i - 1);
+    drop(block);
     round_probs();
-    rescale();
+    if (!LATE) rescale();
+    clean_unseen(i);
   }
-  // First block of the first tile.
-  __device__ __forceinline__ void prologue() {
-    wait_k(0);
+  // The tile's first block alone.
+  __device__ __forceinline__ void open(const Tile& t) {
+    enter(t);
+    wait_k(count);
     touch(s);
     wgmma_fence();
-    issue_qk(0, 0);
+    issue_qk(count, index % Q_BUFFERS);
+    find_block(count, tile.first);
+    load_operands(tile, block);
     wgmma_wait<0>();
     touch(s);
-    release_k(0);
-    release_q(tile.first == tile.last);
-    transform(tile.first, true);
+    release_k(count);
+    release_q(tile.blocks() == 1);
+    transform(block, true);
     row_max(true, true);
     exponentials();
+    drop(block);
     round_probs();
-    if (POLL) wait_k(1);
+    clean_unseen(count);
+    if (POLL) wait_k(count + 1);
     clear();
     clean_high_end();
   }
-  // Blocks 1.. of the tile: those that a mask's upper edge crosses, those inside, those that its lower edge crosses.
-  __device__ __forceinline__ void walk() {
-    const int blocks = tile.blocks(), top = tile.m * BLOCK_M + wg * 64 + tile.offset;  // the warpgroup's first diagonal
-    const int high = HAS_RIGHT ? min(tile.kv_len, top + (int)p.window_right + 1) : tile.kv_len;
-    const int low = HAS_LEFT ? top + 63 - (int)p.window_left : 0;
-#pragma unroll 1
-    for (int b = 1; b < blocks; b++) {
-      const int key = (tile.first - b) * BLOCK_N;
-      step(b, (HAS_RIGHT && key + BLOCK_N > high) || (HAS_LEFT && key < low));
-    }
+  // The tile's last P V alone.
+  __device__ __forceinline__ void close() {
+    const int i = count + tile.blocks() - 1;
+    clean_low_end();
+    wait_v(i);
+    touch(o);
+    if (LATE) rescale();
+    wgmma_fence();
+    issue_pv(i);
+    wgmma_wait<0>();
+    touch(o);
+    release_v(i);
+    finish(tile, index, max0, max1, sum0, sum1);
   }
-  // First S of the next tile with the last P V of this one. False: there is no next tile.
-  __device__ __forceinline__ bool boundary() {
-    index++;
-    const Tile next = receive();
-    if (__all_sync(~0u, next.m < 0)) return false;
+  __device__ __forceinline__ bool first_masked() const {
+    return HAS_RIGHT || HAS_LEFT || VARIABLE || SCATTERED || p.seqlen_kv % BLOCK_N != 0;
+  }
+  // Blocks 1.. of the tile: those that a mask's upper edge crosses, those inside, those that its lower edge crosses.
+  // NOTE: one loop; with a second one for the masked blocks ptxas runs out of registers and serialises the wgmmas (C7511).
+  __device__ __forceinline__ void walk() {
+    const int blocks = tile.blocks();
+#if LOOP_MASKS
+    const int top = tile.m * BLOCK_M + wg * 64 + tile.offset;  // the warpgroup's first diagonal
+    int clean = 1, low = blocks;  // first block below the upper edge, first that the lower edge crosses
+    if (HAS_RIGHT) clean = tile.first + 1 - min(tile.kv_len, top + (int)p.window_right + 1) / BLOCK_N;
+    if (HAS_LEFT) low = tile.first + 1 - (max(0, top + 63 - (int)p.window_left) + BLOCK_N - 1) / BLOCK_N;
+#pragma unroll 1
+    for (int b = 1; b < blocks; b++) step(b, SCATTERED || b < clean || b >= low);
+#else
+#pragma unroll 1
+    for (int b = 1; b < blocks; b++) step(b, SCATTERED);
+#endif
+  }
+  // From this tile to the next: the next one's first S beside the last P V of this one.
+  __device__ __forceinline__ void cross(const Tile& next) {
     const int i = count + tile.blocks();
     const Tile old = tile;
     clean_low_end();
-    issue_both(i, index % Q_BUFFERS);
-    release_q(next.first == next.last);
+    issue_both(i, (index + 1) % Q_BUFFERS, next, next.first);
     const float m0 = max0, m1 = max1, l0 = sum0, l1 = sum1;
     enter(next);
-    transform(next.first, true);
-    row_max(true, true);
+    transform(block, first_masked());
+    row_max(first_masked(), true);
     touch(s);
     if (POLL) wait_v(i);  // comes before the producer waits for anything that this step releases
     wgmma_wait<0>();
     touch(o);
     exponentials();
     release_v(i - 1);
+    drop(block);
     round_probs();
-    finish(old, index - 1, m0, m1, l0, l1);
-    if (next.first - next.last < 2) release_out(index - 1);
-    if (POLL) wait_k(i + 1);  // NOTE: after release_out; before it, tiles of one block would wait for ever
+    finish(old, index, m0, m1, l0, l1);
+    if (POLL) wait_k(i + 1);
     clear();
-    count = uniform(i);       // the stores above make ptxas think that lanes differ
+    index++;
+    count = uniform(i);  // the stores above make ptxas think that lanes differ
     clean_high_end();
-    return true;
+    clean_unseen(i);
   }
   __device__ __forceinline__ void run() {
     index = count = 0;
-    const Tile first = receive();
-    if (__all_sync(~0u, first.m < 0)) return;
-    enter(first);
-    prologue();
+    const Tile first = receive(0);
+    if (none(first)) return;
+    open(first);
 #pragma unroll 1
     for (;;) {
       walk();
-      if (!boundary()) break;
+      if (STAGED) {
+        release_out(index - 1);  // NOTE: before any wait for what the producer brings behind the Q that goes there
+        const Tile next = receive(index + 1);
+        if (none(next)) break;
+        cross(next);
+      } else {
+        close();
+        count = uniform(count + tile.blocks());
+        const Tile next = receive(++index);
+        if (none(next)) return;
+        open(next);
+      }
     }
-    const int i = count + tile.blocks() - 1;
-    clean_low_end();
-    wait_v(i);
-    touch(o);
-    wgmma_fence();
-    issue_pv(i);
-    wgmma_wait<0>();
-    touch(o);
-    finish(tile, index - 1, max0, max1, sum0, sum1);
-    if (Q_BUFFERS == 2 && tid == 0) bulk_wait_read<0>();
+    close();
+    if (lane() == 0) bulk_wait_read<0>();
   }
+  static __device__ __forceinline__ bool none(const Tile& t) { return __all_sync(~0u, t.m < 0); }
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -677,21 +664,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   if (threadIdx.x == 0) init_barriers(sh);
   __syncthreads();
   if (wg == 0) {
-    registers_give<NUM_WG == 2 ? 40 : 32>();
+    if (NUM_WG > 1) registers_give<NUM_WG == 3 ? 32 : SKIPPING ? 56 : 40>();
     if (threadIdx.x == 0) {
+      tma_prefetch(&map_q), tma_prefetch(&map_k), tma_prefetch(&map_v), tma_prefetch(&map_out);
       Producer producer{p, sh, &map_q, &map_k, &map_v, (int)(p.heads_q / p.heads_kv)};
       producer.run();
     }
   } else {
-    registers_take<NUM_WG == 2 ? 232 : 160>();
+    if (NUM_WG > 1) registers_take<NUM_WG == 3 ? 160 : SKIPPING ? 224 : 232>();
     const int w = wg - 1, tid = threadIdx.x & 127;
     if (PINGPONG && w == NUM_WG - 1) barrier_arrive(1, 256);  // the first warpgroup begins
-    Consumer consumer{p, sh, &map_out, w, tid};
+    Consumer consumer{p, sh, &map_out, w, uniform(tid >> 5), tid};
     consumer.q_desc = wgmma_descriptor(sh.q + w * 64 * 128, 16, 1024);
     consumer.k_desc = wgmma_descriptor(sh.k, 16, 1024);
     consumer.v_desc = wgmma_descriptor(sh.v, BLOCK_N * 128, 1024);
     const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
-    consumer.scale = (SOFTCAP ? (float)p.softcap : softmax_scale) * LOG2E;
+    consumer.unit = SOFTCAP ? (float)p.softcap : softmax_scale;
+    consumer.scale = NATURAL ? LOG2E : consumer.unit * LOG2E;
     consumer.cap_scale = SOFTCAP ? softmax_scale / (float)p.softcap : 0.f;
     consumer.run();
   }

@@ -17,7 +17,8 @@ struct alignas(64) TMap {  // a CUtensorMap, passed by value as a __grid_constan
 
 // ---------------------------------------------------------------------------------------------- scalars
 // A value that all lanes share, into a uniform register (REDUX writes one; a shuffle is not enough for ptxas).
-__device__ __forceinline__ int uniform(int x) {
+// Volatile, unlike ptx.cuh's: what is computed from it is not hoisted above it. A template, so that both may stand in one kernel.
+template <int = 0> __device__ __forceinline__ int uniform(int x) {
   int y;
   asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
   return y;
@@ -180,6 +181,14 @@ __device__ __forceinline__ void ldmatrix_x4(u32 src, u32& a, u32& b, u32& c, u32
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                : "r"(src)
                : "memory");
+}
+__device__ __forceinline__ void shared_store(u32 dst, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(x) : "memory");
+}
+__device__ __forceinline__ u32 shared_load(u32 src) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(src) : "memory");
+  return x;
 }
 __device__ __forceinline__ void shared_store_v4(u32 dst, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

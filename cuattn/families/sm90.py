@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import params
-from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
+from ..program import Buffer, Kernel, Launch, Program, TensorMap
+from . import common
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = 232_448  # bytes a block may have
 ROWS_LIMIT = 1 << 29  # rows and offsets beyond this would overflow 32-bit coordinates
-SECTION_BYTES = 32 << 20  # keys and values of heads worked on together: about half of L2
-STRIDE, SNAKE, COUNTER = 0, 1, 2  # SCHEDULE in fwd_sm90.cu
+STRIDE, COUNTER = 0, 1  # SCHEDULE in fwd_sm90.cu
+SHORT_CAUSAL = 1536  # keys; measured at 1k and 4k, between them by a model of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,14 @@ class Tile:
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory, the slack for 1024-byte alignment included."""
         slab, slab_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
-        q = self.block_m * 128 * (max(slab, slab_v) if self.q_buffers == 2 else slab)
+        q = self.block_m * 128 * (max(slab, slab_v) if self.q_buffers > 1 else slab)
         kv = self.block_n * 128 * (slab + slab_v)
-        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + 32)
+        words = 128 * (self.block_m // 64)  # which keys each warp's rows see
+        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + 36) + words
 
     @property
     def threads(self) -> int:
+        """A producer warpgroup and a consumer warpgroup for 64 rows each."""
         return 2 * self.block_m + 128
 
 
@@ -53,20 +56,31 @@ def _rounded(head_dim: int) -> int:
     return next(d for d in (64, 96, 128, 192, 256) if head_dim <= d)
 
 
-def tile(spec: AttentionSpec) -> Tile:
+def _short(spec: AttentionSpec, device: Device) -> bool:
+    """Whether 128 rows a tile leave SMs idle, or most of a tile's rows empty; then 64 are better."""
+    tiles = -(-spec.seqlen_q // 128) * spec.heads_q * spec.batch
+    uneven = common.hides_right(spec) and spec.seqlen_q > 128  # the longest tile then decides
+    return spec.seqlen_q <= 64 or tiles <= device.sm_count // (1 if uneven else 2)
+
+
+def tile(spec: AttentionSpec, device: Device) -> Tile:
     """The tile for a spec: registers (64 rows a warpgroup) and 227 KB of shared memory decide."""
     d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
-    lpt = _right(spec) and not _left(spec)
-    schedule = SNAKE if lpt else STRIDE
-    if d <= 64 and dv <= 64:
-        return Tile(d, dv, 192, 128, 2, 2, 1, 1, schedule)  # three warpgroups hide MUFU behind each other
-    if d <= 128 and dv <= 128:
-        return Tile(d, dv, 128, 128, 2, 2, 1, 1, schedule)
+    schedule = COUNTER if common.hides_right(spec) or common.hides_left(spec) or spec.variable else STRIDE
+    small = d <= 128 and dv <= 128
+    rows = 64 if _short(spec, device) else 128
+    if _featured(spec):  # a thread's 32 scores are bits of a word
+        return Tile(d, dv, rows, 64, 3 if small else 2, 3 if small else 1, 0, 1, COUNTER)
+    long = spec.seqlen_kv > SHORT_CAUSAL or not common.hides_right(spec)
+    if d <= 64 and dv <= 64 and rows == 128 and long:  # three warpgroups hide exponentials behind each other
+        return Tile(d, dv, 192, 128, 2, 3, 1, 1, schedule)
+    if small:
+        return Tile(d, dv, rows, 128, 2, 3, 0, 1, schedule)
     if d <= 192 and dv <= 128:
-        return Tile(d, dv, 128, 128, 2, 1, 1, 1, schedule)  # no room for a second Q
+        return Tile(d, dv, rows, 128, 2, 1, 0, 1, schedule)  # no room for a second Q
     if d <= 192 and dv <= 192:
-        return Tile(d, dv, 128, 112, 2, 1, 1, 1, schedule)
-    return Tile(d, dv, 128, 80, 2, 1, 1, 1, schedule)  # O alone takes 128 registers
+        return Tile(d, dv, rows, 112, 2, 1, 0, 1, schedule)
+    return Tile(d, dv, rows, 80, 2, 1, 0, 1, schedule)  # O alone takes 128 registers
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -75,13 +89,6 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"needs compute capability 9.0, the device has {device.arch / 10}"
     if spec.dtype not in ("float16", "bfloat16"):
         return f"takes float16 and bfloat16, got {spec.dtype}"
-    for name in ("bias", "mask"):
-        if getattr(spec, name) is not None:
-            return f"does not take {name}"
-    if spec.segments:
-        return "does not take segment ids"
-    if spec.dropout_p > 0:
-        return "does not take dropout"
     if spec.softmax_scale is None or spec.softmax_scale <= 0:
         return "needs a positive softmax_scale known beforehand"
     if spec.head_dim % 8 or spec.head_dim_v % 8:
@@ -109,22 +116,21 @@ def _unaligned(name: str, operand: Operand) -> str | None:
     return None
 
 
-def _right(spec: AttentionSpec) -> bool:
-    """Whether the window's right side hides anything."""
-    if spec.window_right < 0:
-        return False
-    return spec.variable or spec.seqlen_kv - 1 - _offset(spec) > spec.window_right
+def _featured(spec: AttentionSpec) -> bool:
+    """Whether scores need operands of their own, or weights random numbers."""
+    return spec.bias is not None or spec.mask is not None or spec.segments or spec.dropout_p > 0
 
 
-def _left(spec: AttentionSpec) -> bool:
-    """Whether the window's left side hides anything."""
-    if spec.window_left < 0:
-        return False
-    return spec.variable or spec.seqlen_q - 1 + _offset(spec) > spec.window_left
-
-
-def _offset(spec: AttentionSpec) -> int:
-    return spec.q_offset if isinstance(spec.q_offset, int) else spec.seqlen_kv - spec.seqlen_q
+def _pairs(spec: AttentionSpec) -> bool:
+    """Whether bias and mask can be read two columns at once."""
+    for operand, size in ((spec.bias, 2), (spec.mask, 1)):
+        if operand is None:
+            continue
+        size = 4 if operand.dtype == "float32" else size
+        odd = any(stride % 2 for stride in operand.strides[:3])
+        if operand.strides[3] != 1 or odd or operand.align < 2 * size or spec.seqlen_kv % 2:
+            return False
+    return True
 
 
 def _visible(spec: AttentionSpec) -> tuple[int, int]:
@@ -132,10 +138,10 @@ def _visible(spec: AttentionSpec) -> tuple[int, int]:
     if spec.variable:
         return 0, spec.k.shape[2]
     low, high = 0, spec.seqlen_kv
-    if _right(spec):
-        high = min(high, spec.seqlen_q + _offset(spec) + spec.window_right)
-    if _left(spec):
-        low = max(low, _offset(spec) - spec.window_left)
+    if common.hides_right(spec):
+        high = min(high, spec.seqlen_q + common.offset(spec) + spec.window_right)
+    if common.hides_left(spec):
+        low = max(low, common.offset(spec) - spec.window_left)
     low = min(low, spec.seqlen_kv - 1)
     return low, max(high, low + 1)
 
@@ -158,25 +164,8 @@ def tensor_map(name: str, operand: Operand, rows: tuple[int, int], box_rows: int
     )
 
 
-def out_strides(spec: AttentionSpec) -> tuple[int, int, int]:
-    """Batch, head and row strides (elements) of a C-contiguous out in the caller's layout."""
-    h, s, d = spec.heads_q, spec.seqlen_q, spec.head_dim_v
-    if spec.varlen:
-        return 0, d, h * d
-    return (h * s * d, s * d, d) if spec.layout == "bhsd" else (s * h * d, d, h * d)
-
-
-def out_shape(spec: AttentionSpec) -> tuple[int, ...]:
-    """Shape of out in the caller's layout."""
-    if spec.varlen:
-        return (spec.total_q, spec.heads_q, spec.head_dim_v)
-    if spec.layout == "bhsd":
-        return (spec.batch, spec.heads_q, spec.seqlen_q, spec.head_dim_v)
-    return (spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v)
-
-
 def _out_map(spec: AttentionSpec) -> TensorMap:
-    stride_b, stride_h, stride_s = out_strides(spec)
+    stride_b, stride_h, stride_s = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     rows = spec.total_q if spec.varlen else spec.seqlen_q
     extents = (
         (rows, stride_s),
@@ -188,114 +177,88 @@ def _out_map(spec: AttentionSpec) -> TensorMap:
         dtype=spec.dtype,
         dims=(spec.head_dim_v, *(extent for extent, _ in extents)),
         strides=tuple(2 * stride if extent > 1 else 16 for extent, stride in extents),
-        box=(64, 64, 1, 1),
+        box=(64, 16, 1, 1),
         swizzle=128,
     )
 
 
 def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
-    left, right = _left(spec), _right(spec)
-    return (
-        ("DTYPE", int(spec.dtype == "bfloat16")),
-        ("HEAD_DIM", t.head_dim),
-        ("HEAD_DIM_V", t.head_dim_v),
-        ("BLOCK_M", t.block_m),
-        ("BLOCK_N", t.block_n),
-        ("STAGES", t.stages),
-        ("Q_BUFFERS", t.q_buffers),
-        ("PINGPONG", t.pingpong),
-        ("POLL", t.poll),
-        ("SCHEDULE", t.schedule),
-        ("LPT", int(right and not left)),
-        ("HAS_LEFT", int(left)),
-        ("HAS_RIGHT", int(right)),
-        ("VARIABLE", int(spec.variable)),
-        ("VARLEN", int(spec.varlen)),
-        ("SOFTCAP", int(spec.softcap > 0)),
-        ("ALIBI", int(spec.alibi_slopes is not None)),
-        ("SINKS", int(spec.sinks is not None)),
-    )
+    found = {name: value for name, value in common.defines(spec).items() if name != "ANY_SCALE"}
+    found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
+    found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong, "POLL": t.poll}
+    found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
+    found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec))}
+    return tuple(found.items())
 
 
-def _section(spec: AttentionSpec) -> int:
-    """Query heads (over all entries) whose keys and values fit into a part of L2: a power of two of KV heads."""
-    head_bytes = max(1, spec.seqlen_kv * (spec.head_dim + spec.head_dim_v) * 2)
-    fitting = max(1, SECTION_BYTES // head_bytes)
-    return int(min((1 << (fitting.bit_length() - 1)) * spec.group, spec.batch * spec.heads_q))
+def _loop_masks(spec: AttentionSpec, t: Tile) -> bool:
+    """Whether a mask's edge can cross another key block of a tile than the first."""
+    if common.hides_left(spec):
+        return True
+    if not common.hides_right(spec):
+        return False
+    aligned = isinstance(spec.q_offset, int) and (spec.q_offset + spec.window_right) % t.block_n == 0
+    return spec.variable or t.block_n % t.block_m != 0 or not aligned
 
 
 def _words(spec: AttentionSpec, t: Tile, tiles: int) -> dict[str, int | float]:
-    stride_b, stride_h, stride_s = out_strides(spec)
-    if isinstance(spec.q_offset, int):
-        mode = params.OFFSET_VALUE
-    elif spec.q_offset == "array":
-        mode = params.OFFSET_ARRAY
-    else:
-        mode = params.OFFSET_BOTTOM_RIGHT
-    assert spec.softmax_scale is not None
-    words: dict[str, int | float] = {
-        "batch": spec.batch, "heads_q": spec.heads_q, "heads_kv": spec.heads_kv,
-        "seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv,
-        "head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v,
-        "out_stride_b": stride_b, "out_stride_h": stride_h, "out_stride_s": stride_s,
-        "lse_stride_b": 0 if spec.varlen else spec.heads_q * spec.seqlen_q,
-        "lse_stride_h": spec.total_q if spec.varlen else spec.seqlen_q,
+    """Parameter words; windows are cut so that sums of two rows, an offset and a window stay in 32 bits."""
+    return common.words(spec) | {
         "window_left": min(spec.window_left, ROWS_LIMIT), "window_right": min(spec.window_right, ROWS_LIMIT),
-        "q_offset_mode": mode, "q_offset_value": 0 if mode == params.OFFSET_ARRAY else _offset(spec),
-        "softmax_scale_value": spec.softmax_scale, "softcap": spec.softcap,
-        "aux0": -(-spec.seqlen_q // t.block_m), "aux1": _section(spec), "aux2": tiles, "aux3": _visible(spec)[0],
+        "aux0": -(-spec.seqlen_q // t.block_m), "aux1": common.section(spec, 2), "aux2": tiles,
+        "aux3": _visible(spec)[0],
     }  # fmt: skip
-    if spec.alibi_slopes is not None:
-        words["alibi_slopes_stride_b"] = spec.alibi_slopes.strides[0]
-    return words
 
 
-def _extra_operands(spec: AttentionSpec) -> tuple[str, ...]:
-    """Operands that the kernel reads through plain pointers."""
-    present = {
-        "alibi_slopes": spec.alibi_slopes is not None,
-        "sinks": spec.sinks is not None,
-        "q_seqlens": spec.q_seqlens,
-        "kv_seqlens": spec.kv_seqlens,
-        "q_offset": spec.q_offset == "array",
-        "cu_seqlens_q": spec.varlen,
-        "cu_seqlens_k": spec.varlen,
-    }
-    return tuple(name for name, there in present.items() if there)
+def _prepare(spec: AttentionSpec, t: Tile, words: dict[str, int | float]) -> Launch:
+    """The launch that zeroes the tile counter and lists packed sequences."""
+    names = ("semaphore", "cu_seqlens_q", "cu_seqlens_k", "scratch") if spec.varlen else ("semaphore",)
+    defines = (("DTYPE", 1), ("BLOCK_M", t.block_m), ("VARLEN", int(spec.varlen)))
+    return Launch(
+        kernel=Kernel("fwd_sm90_prepare", "fwd_sm90_prepare", defines),
+        grid=(1, 1, 1),
+        block=1024,
+        shared_memory=0,
+        block_words=params.pack(words),
+        pointers=tuple((name, name) for name in names),
+    )
 
 
 def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Program:
     """The forward program of a spec that ``refuses`` does not refuse; ``t`` overrides the tile."""
-    t = t or tile(spec)
+    t = t or tile(spec, device)
     assert t.shared_memory <= SHARED_MEMORY, t
     tiles = -(-spec.seqlen_q // t.block_m) * spec.heads_q * spec.batch
     rows = _visible(spec)
-    extra = _extra_operands(spec)
-    pointers = (("out", "out"), ("lse", "lse"), *((name, name) for name in extra))
-    workspace: tuple[Buffer, ...] = ()
-    steps: tuple[Launch | Memset, ...] = ()
-    if t.schedule == COUNTER:
-        workspace = (Buffer("semaphore", (2,), "int32"),)
-        pointers = (*pointers, ("semaphore", "semaphore"))
-        steps = (Memset("semaphore"),)
+    inputs = common.operands(spec)
+    words = _words(spec, t, tiles)
+    live = common.live_tiles(spec, t.block_m, t.block_n)
+    words |= {f"aux{4 + i}": live.words[f"aux{i}"] for i in range(3) if live.words}
+    workspace = list(live.workspace)
+    if t.schedule == COUNTER or spec.varlen:
+        workspace.append(Buffer("semaphore", (2,), "int32"))
+    if spec.varlen:
+        workspace.append(Buffer("scratch", (2 * spec.batch + 1,), "int32"))
+    counted = t.schedule == COUNTER or spec.varlen
+    names = ("out", "lse", *inputs[3:], *(b.name for b in workspace))
     launch = Launch(
         kernel=Kernel("fwd_sm90", "fwd_sm90", _defines(spec, t)),
         grid=(min(tiles, device.sm_count), 1, 1),
         block=t.threads,
         shared_memory=t.shared_memory,
-        block_words=params.pack(_words(spec, t, tiles)),
-        pointers=pointers,
+        block_words=params.pack(words),
+        pointers=tuple((name, name) for name in names),
         tensor_maps=(
             tensor_map("q", spec.q, (0, spec.q.shape[2]), t.block_m),
             tensor_map("k", spec.k, rows, t.block_n),
             tensor_map("v", spec.v, rows, t.block_n),
             _out_map(spec),
         ),
+        dependent=counted,
     )
-    lse_shape = (spec.heads_q, spec.total_q) if spec.varlen else (spec.batch, spec.heads_q, spec.seqlen_q)
     return Program(
-        inputs=("q", "k", "v", *extra),
-        outputs=(Buffer("out", out_shape(spec), spec.dtype), Buffer("lse", lse_shape, "float32")),
-        workspace=workspace,
-        steps=(*steps, launch),
+        inputs=inputs,
+        outputs=(Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, "float32")),
+        workspace=tuple(workspace),
+        steps=(*live.steps, *((_prepare(spec, t, words),) if counted else ()), launch),
     )

@@ -1,0 +1,308 @@
+// What fwd_sm90.cu's two kinds of warps share: shared memory, tiles and who gets them; and the producer, which loads.
+// Nothing of products and softmax. Configuration: see fwd_sm90.cu.
+#pragma once
+#include "ptx_sm90.cuh"
+
+// A key in a visited block may be hidden from every row, wherever it lies.
+#define SCATTERED (MASK || SEGMENTS || BIAS)
+// Key blocks in which mask and segments leave nothing are left out, by live_tiles.cu's bitmap.
+#define SKIPPING (MASK || SEGMENTS)
+
+#define NUM_WG (BLOCK_M / 64)
+#define NUM_THREADS (128 * (NUM_WG + 1))
+#define SLABS ((HEAD_DIM + 63) / 64)
+#define SLABS_V ((HEAD_DIM_V + 63) / 64)
+#define K_BYTES (BLOCK_N * 128 * SLABS)
+#define V_BYTES (BLOCK_N * 128 * SLABS_V)
+#define Q_LOAD_BYTES (BLOCK_M * 128 * SLABS)
+#define Q_BYTES (BLOCK_M * 128 * (STAGED && SLABS_V > SLABS ? SLABS_V : SLABS))
+#define SLOT_BYTES 48
+#define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
+#define STAGED (Q_BUFFERS > 1)
+#ifndef FRESH
+#define FRESH (HEAD_DIM > 128)
+#endif
+#ifndef LATE
+#define LATE 0
+#endif
+#ifndef POLLAT
+#define POLLAT 0
+#endif
+#define NEG_INF __int_as_float(0xff800000)
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+// A key block that no map holds: arrives as zeros. Stands for the key range of rows that see nothing.
+#define EMPTY_BLOCK ((1 << 30) / BLOCK_N + 1)
+
+static_assert(Q_BUFFERS == 1 || Q_BUFFERS == 3, "the last output may still be leaving when the next Q comes");
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
+
+// ---------------------------------------------------------------------------------------------- shared memory
+struct Shared {  // addresses
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen;
+};
+
+__device__ __forceinline__ Shared shared_layout(u32 base) {
+  Shared sh;
+  sh.q = (base + 1023) & ~1023u;
+  sh.k = sh.q + Q_BUFFERS * Q_BYTES;
+  sh.v = sh.k + STAGES * K_BYTES;
+  sh.slot = sh.v + STAGES * V_BYTES;  // what the producer says about the tile in each Q buffer
+  sh.seen = sh.slot + SLOT_BYTES * Q_BUFFERS;  // SCATTERED: two sets of a word for each lane of a quad and warp
+  sh.q_full = sh.seen + (SCATTERED ? 2 * 4 * NUM_WG * 16 : 0);
+  sh.q_empty = sh.q_full + 8 * Q_BUFFERS;
+  sh.k_full = sh.q_empty + 8 * Q_BUFFERS;
+  sh.k_empty = sh.k_full + 8 * STAGES;
+  sh.v_full = sh.k_empty + 8 * STAGES;
+  sh.v_empty = sh.v_full + 8 * STAGES;
+  sh.block = sh.v_empty + 8 * STAGES;  // SKIPPING: which key block each stage of K holds
+  return sh;
+}
+
+__device__ __forceinline__ void init_barriers(const Shared& sh) {
+  for (int i = 0; i < Q_BUFFERS; i++) {
+    mbarrier_init(sh.q_full + 8 * i, 1);
+    mbarrier_init(sh.q_empty + 8 * i, 4 * NUM_WG);
+  }
+  for (int i = 0; i < STAGES; i++) {
+    mbarrier_init(sh.k_full + 8 * i, 1);
+    mbarrier_init(sh.v_full + 8 * i, 1);
+    mbarrier_init(sh.k_empty + 8 * i, 4 * NUM_WG);
+    mbarrier_init(sh.v_empty + 8 * i, 4 * NUM_WG);
+  }
+  mbarrier_init_fence();
+}
+
+// ---------------------------------------------------------------------------------------------- tiles
+struct Tile {
+  int m, head, batch;          // query block (-1: no more tiles), query head, entry
+  int q_start, k_start;        // first row of the entry in the maps
+  int first, last;             // key blocks, walked downward from first to last
+  int live;                    // SKIPPING: how many of them are visited
+  int q_len, kv_len, offset;   // of the entry; row i's diagonal is key i + offset
+  __device__ __forceinline__ int blocks() const { return SKIPPING ? live : first - last + 1; }
+  // keys that the tile's rows can see: [low_key, high_key)
+  __device__ __forceinline__ int high_key(const Params& p) const {
+    int rows = min((m + 1) * BLOCK_M, q_len);
+    return HAS_RIGHT ? min(kv_len, rows + offset + (int)p.window_right) : kv_len;
+  }
+  __device__ __forceinline__ int low_key(const Params& p) const {
+    return HAS_LEFT ? max(0, m * BLOCK_M + offset - (int)p.window_left) : 0;
+  }
+};
+
+__device__ __forceinline__ void read_entry(const Params& p, Tile& tile) {
+  tile.q_len = (int)p.seqlen_q;
+  tile.kv_len = (int)p.seqlen_kv;
+  tile.offset = (int)p.q_offset_value;
+  tile.q_start = 0;
+  tile.k_start = VARIABLE ? 0 : -(int)p.aux3;
+#if VARIABLE
+  const int b = tile.batch;
+#if VARLEN
+  tile.q_start = p.cu_seqlens_q[b];
+  tile.k_start = p.cu_seqlens_k[b];
+  tile.q_len = p.cu_seqlens_q[b + 1] - tile.q_start;
+  tile.kv_len = p.cu_seqlens_k[b + 1] - tile.k_start;
+#endif
+  if (p.q_seqlens) tile.q_len = p.q_seqlens[b];
+  if (p.kv_seqlens) tile.kv_len = p.kv_seqlens[b];
+  if (p.q_offset_mode == OFFSET_ARRAY) tile.offset = p.q_offset[b];
+  if (p.q_offset_mode == OFFSET_BOTTOM_RIGHT) tile.offset = tile.kv_len - tile.q_len;
+#endif
+}
+
+// The words of a tile's row of the bitmap (live_tiles.cu): bit n % 32 of word n / 32 for key block n.
+__device__ __forceinline__ const u32* live_row(const Params& p, const Tile& tile) {
+  return p.live_tiles + tile.batch * p.aux4 + tile.head * p.aux5 + tile.m * p.aux6;
+}
+// The next key block to visit below n.
+__device__ __forceinline__ int block_below(const Params& p, const Tile& tile, int n) {
+  if (!SKIPPING) return n - 1;
+  const u32* row = live_row(p, tile);
+  int i = (n - 1) >> 5;
+  u32 word = row[i] & (~0u >> (31 - ((n - 1) & 31)));
+  while (word == 0) word = row[--i];
+  return 32 * i + 31 - __clz(word);
+}
+__device__ __forceinline__ void skip_dead(const Params& p, Tile& tile) {
+  tile.live = 1;
+  if (tile.first == EMPTY_BLOCK) return;
+  const u32* row = live_row(p, tile);
+  int live = 0, top = -1;
+  for (int i = tile.last >> 5; i <= tile.first >> 5; i++) {
+    u32 word = row[i];
+    if (i == tile.last >> 5) word &= ~0u << (tile.last & 31);
+    if (i == tile.first >> 5) word &= ~0u >> (31 - (tile.first & 31));
+    live += __popc(word);
+    if (word) top = 32 * i + 31 - __clz(word);
+  }
+  if (live == 0)
+    tile.first = tile.last = EMPTY_BLOCK;
+  else
+    tile.first = top, tile.live = live;
+}
+
+// Tile r of an entry or, without VARLEN, of all entries. LPT: rows from the last one on, inside sections of aux1 heads.
+__device__ __forceinline__ void decode_tile(const Params& p, int r, Tile& tile) {
+  const int heads = (int)p.heads_q;
+#if VARLEN
+  read_entry(p, tile);
+  const int blocks = (tile.q_len + BLOCK_M - 1) / BLOCK_M;
+#else
+  const int blocks = (int)p.aux0;
+#endif
+  int head;  // of this entry, or of all
+#if LPT || VARLEN
+  const int section = (int)p.aux1, s = r / (section * blocks), x = r - s * (section * blocks);
+  const int width = min(section, (VARLEN ? heads : heads * (int)p.batch) - s * section);
+  tile.m = blocks - 1 - x / width;
+  head = s * section + x % width;
+#else
+  head = r / blocks;
+  tile.m = r - head * blocks;
+#endif
+#if !VARLEN
+  tile.batch = head / heads;
+  head -= tile.batch * heads;
+  read_entry(p, tile);
+#endif
+  tile.head = head;
+  const int high = tile.high_key(p), low = tile.low_key(p);
+  const bool empty = high <= low || tile.m * BLOCK_M >= tile.q_len;
+  tile.first = empty ? EMPTY_BLOCK : (high - 1) / BLOCK_N;
+  tile.last = empty ? EMPTY_BLOCK : low / BLOCK_N;
+  if (SKIPPING) skip_dead(p, tile);
+}
+
+// Hands tiles out; only the producer's issuing thread has one. `request` as late as its latency allows: tiles taken long
+// before they are worked on end up on the wrong SM.
+struct Scheduler {
+  int next;
+#if VARLEN
+  int cursor, first, end;  // place in the order of fwd_sm90_prepare.cu, this sequence's first tile and the next one's
+#endif
+  __device__ __forceinline__ void start(const Params& p) {
+    next = blockIdx.x;
+#if VARLEN
+    dependency_wait();
+    cursor = -1;
+    first = end = 0;
+#endif
+  }
+  __device__ __forceinline__ void request(const Params& p) {
+#if SCHEDULE == 1
+    next = atomicAdd(p.semaphore, 1) + gridDim.x;
+#else
+    next += gridDim.x;
+#endif
+  }
+  // The tile asked for; false: there are no more.
+  __device__ __forceinline__ bool fetch(const Params& p, Tile& tile) {
+#if VARLEN
+    const int *order = (const int*)p.scratch, *starts = order + p.batch;
+    while (next >= end) {
+      if (++cursor >= (int)p.batch) return false;
+      first = end;
+      end = starts[cursor + 1];
+    }
+    tile.batch = order[cursor];
+    decode_tile(p, next - first, tile);
+#else
+    if (next >= (int)p.aux2) return false;
+    decode_tile(p, next, tile);
+#endif
+    return true;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------- producer
+struct Producer {
+  const Params& p;
+  const Shared& sh;
+  const TMap *map_q, *map_k, *map_v;
+  int group;
+
+  template <int SLAB_COUNT>
+  __device__ __forceinline__ void load(const TMap* map, u32 base, u32 full, u32 empty, int count, const Tile& tile, int n) {
+    const int stage = count % STAGES, head = tile.head / group, batch = VARLEN ? 0 : tile.batch;
+    mbarrier_wait(empty + 8 * stage, ((count / STAGES) & 1) ^ 1);
+    mbarrier_expect(full + 8 * stage, BLOCK_N * 128 * SLAB_COUNT);
+#pragma unroll
+    for (int x = 0; x < SLAB_COUNT; x++)
+      tma_load(base + stage * (BLOCK_N * 128 * SLAB_COUNT) + x * BLOCK_N * 128, map, 64 * x, tile.k_start + n * BLOCK_N, head, batch,
+               full + 8 * stage);
+  }
+  __device__ __forceinline__ void load_k(int count, const Tile& tile, int n) {
+    if (SKIPPING) {
+      mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
+      shared_store(sh.block + 4 * (count % STAGES), n);
+    }
+    load<SLABS>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
+  }
+  __device__ __forceinline__ void load_v(int count, const Tile& tile, int n) {
+    load<SLABS_V>(map_v, sh.v, sh.v_full, sh.v_empty, count, tile, n);
+  }
+  // Tile number i of this block: say what it is, load its Q.
+  __device__ __forceinline__ void issue_q(int i, bool any, const Tile& tile) {
+    const int buffer = i % Q_BUFFERS;
+    const u32 slot = sh.slot + SLOT_BYTES * buffer, full = sh.q_full + 8 * buffer;
+    mbarrier_wait(sh.q_empty + 8 * buffer, ((i / Q_BUFFERS) & 1) ^ 1);
+    shared_store_v4(slot, any ? tile.m : -1, tile.head, tile.batch, tile.q_start);
+    shared_store_v4(slot + 16, tile.first, tile.last, tile.live, 0);
+#if VARIABLE
+    shared_store_v4(slot + 32, tile.q_len, tile.kv_len, tile.offset, 0);
+#endif
+    if (!any) return mbarrier_arrive(full);
+    mbarrier_expect(full, Q_LOAD_BYTES);
+#pragma unroll
+    for (int x = 0; x < SLABS; x++)
+      tma_load(sh.q + buffer * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, tile.q_start + tile.m * BLOCK_M, tile.head,
+               VARLEN ? 0 : tile.batch, full);
+  }
+  // K(0) of the next tile, or, after the last tile, the arrival that ends the consumers' last poll.
+  __device__ __forceinline__ void begin(int count, bool any, const Tile& tile) {
+    if (any) return load_k(count, tile, tile.first);
+    mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
+    mbarrier_arrive(sh.k_full + 8 * (count % STAGES));
+  }
+
+  // K(0) K(1) V(0) K(2) V(1) ... K(n-1) V(n-2) next-K(0) V(n-1); next-Q three blocks before the end, or last.
+  // NOTE: nothing that the consumers wait for may stand behind a wait for what they release later; see Consumer::run.
+  __device__ __forceinline__ void run() {
+    Scheduler scheduler;
+    Tile tile, following;
+    int count = 0, i = 0;
+    scheduler.start(p);
+    bool any = scheduler.fetch(p, tile);
+    issue_q(0, any, tile);
+    if (any) begin(0, true, tile);
+    if (SCHEDULE == 1 && !VARLEN) dependency_wait();  // for the zeroed counter
+    while (any) {
+      const int blocks = tile.blocks();
+      int n = tile.first;
+      bool more = false;
+      if (blocks <= LOOKAHEAD + 1) scheduler.request(p);
+      if (blocks <= LOOKAHEAD) more = scheduler.fetch(p, following);
+#pragma unroll 1
+      for (int b = 1; b < blocks; b++) {
+        const int above = n;
+        n = block_below(p, tile, n);
+        load_k(count + b, tile, n);
+        load_v(count + b - 1, tile, above);
+        if (b == blocks - LOOKAHEAD - 1) scheduler.request(p);
+        if (b == blocks - LOOKAHEAD) {
+          more = scheduler.fetch(p, following);
+          if (STAGED) issue_q(i + 1, more, following);
+        }
+      }
+      begin(count + blocks, more, following);
+      load_v(count + blocks - 1, tile, n);
+      if (!STAGED || blocks <= LOOKAHEAD) issue_q(i + 1, more, following);
+      count += blocks;
+      i++;
+      tile = following;
+      any = more;
+    }
+  }
+};

@@ -1,0 +1,129 @@
+"""Hopper's forward family without a GPU: what it refuses, its tiles, its program, what ptxas makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cuattn import params
+from cuattn.device import A100, H200
+from cuattn.families import sm90
+from cuattn.spec import AttentionSpec, Signature, bind, row_major
+
+DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 200, 256)
+# bytes stored and loaded by the producer thread (32 registers with three consumer warpgroups), once a tile
+PRODUCER_SPILLS = 192
+
+
+def spec_of(
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    dtype: str = "bfloat16",
+    seqlen: int = 1000,
+    **options: Any,
+) -> AttentionSpec:
+    def signature(*shape: int) -> Signature:
+        return Signature(dtype, shape, row_major(shape))
+
+    arrays = {
+        "q": signature(2, seqlen, 4, head_dim),
+        "k": signature(2, seqlen, 2, head_dim),
+        "v": signature(2, seqlen, 2, head_dim_v or head_dim),
+    }
+    return bind(arrays, **options)
+
+
+def packed_spec(head_dim: int, sequences: int = 5, **options: Any) -> AttentionSpec:
+    shape = (900, 4, head_dim)
+    arrays = {name: Signature("bfloat16", shape, row_major(shape)) for name in "qkv"}
+    arrays |= {f"cu_seqlens_{name}": Signature("int32", (sequences + 1,), (1,)) for name in "qk"}
+    return bind(arrays, layout="thd", max_seqlen_q=300, max_seqlen_k=300, **options)
+
+
+@pytest.mark.parametrize("head_dim_v", DIMS)
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_every_tile_fits(head_dim: int, head_dim_v: int) -> None:
+    t = sm90.tile(spec_of(head_dim, head_dim_v), H200)
+    assert t.shared_memory <= H200.shared_memory_per_block
+    assert head_dim <= t.head_dim and head_dim_v <= t.head_dim_v
+    # a consumer thread holds scores, weights (half as many registers) and outputs of 64 rows a warpgroup
+    most = 160 if t.block_m == 192 else 232
+    assert t.block_n // 2 + t.block_n // 4 + t.head_dim_v // 2 < most
+
+
+def test_refusals_say_why() -> None:
+    assert sm90.refuses(spec_of(), H200) is None
+    assert "9.0" in str(sm90.refuses(spec_of(), A100))
+    assert "float32" in str(sm90.refuses(spec_of(dtype="float32"), H200))
+    assert "multiples of 8" in str(sm90.refuses(spec_of(100), H200))
+    assert "softmax_scale" in str(sm90.refuses(spec_of(softmax_scale=-1.0), H200))
+    spec = spec_of()
+    shifted = replace(spec, k=replace(spec.k, align=8))
+    assert "k's are aligned to 8" in str(sm90.refuses(shifted, H200))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_program(head_dim: int, causal: bool) -> None:
+    spec = spec_of(head_dim, causal=causal)
+    program = sm90.forward(spec, H200)
+    launch = program.steps[-1]
+    assert program.inputs == ("q", "k", "v")
+    assert [m.buffer for m in launch.tensor_maps] == ["q", "k", "v", "out"]
+    for tensor_map in launch.tensor_maps:
+        assert all(stride % 16 == 0 and stride > 0 for stride in tensor_map.strides)
+        assert tensor_map.box[0] * 2 <= tensor_map.swizzle
+    assert len(launch.block_words) == 8 * len(params.FIELDS)
+    assert launch.grid[0] <= H200.sm_count
+    # tiles of equal work need no counter, and with it no second launch
+    assert len(program.steps) == (2 if causal else 1)
+    assert launch.dependent == causal
+
+
+def test_packed_sequences_are_listed_first() -> None:
+    program = sm90.forward(packed_spec(128, causal=True), H200)
+    names = {b.name: b.shape for b in program.workspace}
+    assert names == {"semaphore": (2,), "scratch": (11,)}
+    assert [step.kernel.source for step in program.steps] == ["fwd_sm90_prepare", "fwd_sm90"]
+
+
+def test_maps_hold_visible_keys_only() -> None:
+    """NaN in a key that no query sees must not be loaded: 0 * NaN is NaN."""
+    program = sm90.forward(spec_of(causal=True, q_offset=-300), H200)
+    keys = next(m for m in program.steps[-1].tensor_maps if m.buffer == "k")
+    assert keys.dims[1] == 700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("full", spec_of()),
+        ("causal", spec_of(causal=True)),
+        ("window", spec_of(causal=True, window_size=(100, 0))),
+        ("softcap", spec_of(causal=True, softcap=20.0)),
+        ("float16", spec_of(dtype="float16")),
+        ("packed", packed_spec(128, causal=True)),
+        ("64", spec_of(64)),
+        ("64 causal", spec_of(64, causal=True)),
+        ("96", spec_of(96)),
+        ("192 and 128", spec_of(192, 128)),
+        ("256", spec_of(256)),
+        ("256 causal", spec_of(256, causal=True)),
+    ],
+)
+def test_ptxas_neither_serialises_nor_spills(name: str, spec: AttentionSpec) -> None:
+    """C75xx: wgmmas wait for each other or registers are not handed over; either halves the speed."""
+    pytest.importorskip("cupy")
+    from cuattn import device, jit
+
+    try:
+        device.import_nvrtc()
+    except Exception as fault:
+        pytest.skip(f"no NVRTC: {fault}")
+    for step in sm90.forward(spec, H200).steps:
+        found = jit.build(step.kernel, 90)
+        assert found.warnings == ()
+        assert found.spill_bytes <= PRODUCER_SPILLS

@@ -1,0 +1,235 @@
+"""Hopper's forward kernel on a GPU: lengths around its tile edges, bytes around outputs, repeats, NaN."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+
+from cuattn import device
+from cuattn.backends import cuda
+from cuattn.families import sm90
+from cuattn.interop import adapters
+from cuattn.spec import AttentionSpec, bind
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+GUARD = 4096  # bytes before and after an output that must stay as they are
+PATTERN = 0x5A
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (40, 7)},
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if device.query(0).arch != 90:
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+def draw(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> Any:
+    numbers = cupy.random.RandomState(seed).standard_normal(shape, dtype=cupy.float32)
+    return numbers.astype(cases.NUMPY_DTYPES[dtype])
+
+
+def spec_of(arrays: dict[str, Any], options: dict[str, Any], layout: str) -> AttentionSpec:
+    adapter = adapters.load("cupy")
+    return bind({name: adapter.signature(x) for name, x in arrays.items()}, layout=layout, **options)
+
+
+def prepare(spec: AttentionSpec, **tile: Any) -> cuda.Prepared:
+    assert sm90.refuses(spec, device.query(0)) is None
+    return cuda.prepare_program(sm90.forward(spec, device.query(0), replace(sm90.tile(spec, device.query(0)), **tile)), 0)
+
+
+def run(prepared: cuda.Prepared, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The program's outputs; they lie between guard bands and start as NaN."""
+    program = prepared.program
+    found, bands = {}, []
+    for buffer in program.outputs:
+        dtype = np.dtype(cases.NUMPY_DTYPES.get(buffer.dtype, buffer.dtype))
+        size = int(np.prod(buffer.shape)) * dtype.itemsize
+        memory = cupy.full(size + 2 * GUARD, PATTERN, cupy.uint8)
+        memory[GUARD : GUARD + size] = 0xFF  # NaN in every floating-point format
+        found[buffer.name] = memory[GUARD : GUARD + size].view(dtype).reshape(buffer.shape)
+        bands += [memory[:GUARD], memory[GUARD + size :]]
+    scratch = {b.name: cupy.full(b.shape, -1, b.dtype) for b in program.workspace}
+    addresses = [x.data.ptr for x in ({**arrays, **found, **scratch}[n] for n in names(prepared))]
+    prepared._launch(addresses, None, cupy.cuda.get_current_stream().ptr)
+    for band in bands:
+        assert bool((band == PATTERN).all()), "written outside of an output"
+    return found
+
+
+def names(prepared: cuda.Prepared) -> list[str]:
+    program = prepared.program
+    return [*program.inputs, *(b.name for b in program.outputs), *(b.name for b in program.workspace)]
+
+
+def plain(spec: AttentionSpec, arrays: dict[str, Any], low: bool = False) -> tuple[Any, Any]:
+    """(out, lse) of plain attention in float64, or with q's dtype wherever an array is kept (``low``)."""
+    wide = cupy.float32 if low else cupy.float64
+
+    def kept(x: Any) -> Any:
+        return x.astype(arrays["q"].dtype).astype(wide) if low else x
+
+    q, k, v = (arrays[n].astype(wide).transpose(0, 2, 1, 3) for n in "qkv")
+    k, v = (cupy.repeat(x, spec.group, axis=1) for x in (k, v))
+    scores = kept((q @ k.swapaxes(-1, -2)) * spec.softmax_scale)
+    assert isinstance(spec.q_offset, int)
+    distance = cupy.arange(spec.seqlen_kv)[None] - cupy.arange(spec.seqlen_q)[:, None] - spec.q_offset
+    seen = cupy.ones(distance.shape, bool)
+    if spec.window_right >= 0:
+        seen &= distance <= spec.window_right
+    if spec.window_left >= 0:
+        seen &= -distance <= spec.window_left
+    scores = cupy.where(seen, scores, -cupy.inf)
+    top = cupy.maximum(scores.max(axis=-1, keepdims=True), -1e30)
+    weights = cupy.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = kept(weights / cupy.maximum(total, 1e-300 if not low else 1e-30)) @ v
+    with np.errstate(divide="ignore"):
+        lse = (top + cupy.log(total))[..., 0]
+    return kept(out).transpose(0, 2, 1, 3), lse
+
+
+def check(spec: AttentionSpec, arrays: dict[str, Any], found: dict[str, Any]) -> None:
+    """Every element written, out as good as plain attention in the same dtype, LSE to float32."""
+    out, lse = plain(spec, arrays)
+    bar = 2 * float(cupy.abs(plain(spec, arrays, low=True)[0] - out).max()) + 1e-5
+    error = cupy.abs(found["out"].astype(cupy.float64) - out)
+    assert float(error.max()) <= bar  # false for NaN too
+    same = (found["lse"] == lse) | (cupy.abs(found["lse"] - lse) <= 1e-4)
+    assert bool(same.all())
+
+
+def make(
+    sq: int, sk: int, head_dim: int, head_dim_v: int | None = None, dtype: str = "bfloat16", **options: Any
+) -> tuple[AttentionSpec, dict[str, Any]]:
+    arrays = {
+        "q": draw(2, sq, 4, head_dim, dtype=dtype, seed=sq),
+        "k": draw(2, sk, 2, head_dim, dtype=dtype, seed=sk + 1),
+        "v": draw(2, sk, 2, head_dim_v or head_dim, dtype=dtype, seed=sk + 2),
+    }
+    return spec_of(arrays, options, "bshd"), arrays
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_length_to_300(head_dim: int, mask: str) -> None:
+    for n in range(1, 301):
+        spec, arrays = make(n, n if n % 2 else 301 - n, head_dim, **MASKS[mask])
+        check(spec, arrays, run(prepare(spec), arrays))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_lengths_at_tile_edges(head_dim: int, mask: str) -> None:
+    t = sm90.tile(make(2000, 2000, head_dim)[0], device.query(0))
+    rows = [n * t.block_m + d for n in (1, 2) for d in (-1, 0, 1)]
+    keys = [n * t.block_n + d for n in (1, 2, 5) for d in (-1, 0, 1)]
+    for sq, sk in itertools.product(rows, keys):
+        spec, arrays = make(sq, sk, head_dim, **MASKS[mask])
+        check(spec, arrays, run(prepare(spec), arrays))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(8, 8), (40, 72), (80, 80), (96, 96), (64, 128), (128, 64), (192, 128), (64, 256), (256, 64)],
+)
+def test_head_dims(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    for options in MASKS.values():
+        spec, arrays = make(333, 257, head_dim, head_dim_v, dtype, **options)
+        check(spec, arrays, run(prepare(spec), arrays))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_hundred_runs_are_the_same(head_dim: int, mask: str) -> None:
+    arrays = {name: draw(2, 2500, 12, head_dim, seed=ord(name)) for name in "qkv"}
+    prepared = prepare(spec_of(arrays, MASKS[mask], "bshd"))
+    first = run(prepared, arrays)
+    for _ in range(100):
+        again = run(prepared, arrays)
+        for name, x in first.items():
+            assert bool((x.view(cupy.uint8) == again[name].view(cupy.uint8)).all()), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (50, 20)}])
+def test_what_lies_beyond_the_lengths_is_not_seen(head_dim: int, options: dict[str, Any]) -> None:
+    lengths = {"q_seqlens": [0, 1, 257, 300, 63], "kv_seqlens": [5, 300, 0, 129, 257]}
+    arrays: dict[str, Any] = {n: draw(5, 300, 4 if n == "q" else 2, head_dim, seed=ord(n)) for n in "qkv"}
+    arrays |= {name: cupy.asarray(x, cupy.int32) for name, x in lengths.items()}
+    prepared = prepare(spec_of(arrays, options, "bshd"))
+    clean = run(prepared, arrays)
+    for name in "qkv":
+        for b, n in enumerate(lengths["q_seqlens" if name == "q" else "kv_seqlens"]):
+            arrays[name][b, n:] = np.nan
+    found = run(prepared, arrays)
+    for name, x in clean.items():
+        assert bool((x.view(cupy.uint8) == found[name].view(cupy.uint8)).all()), name
+    for b, n in enumerate(lengths["q_seqlens"]):
+        assert bool((found["out"][b, n:].astype(cupy.float32) == 0).all())
+        assert bool((found["lse"][b, :, n:] == -cupy.inf).all())
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "q_offset": -70}, {"window_size": (10, -1), "q_offset": 90}]
+)
+def test_keys_that_no_query_sees_may_be_nan(options: dict[str, Any]) -> None:
+    spec, arrays = make(200, 200, 128, **options)
+    prepared = prepare(spec)
+    clean = run(prepared, arrays)
+    hidden = slice(130, None) if "causal" in options else slice(0, 80)
+    arrays["k"][:, hidden] = np.nan
+    arrays["v"][:, hidden] = np.inf
+    found = run(prepared, arrays)
+    for name, x in clean.items():
+        assert bool((x.view(cupy.uint8) == found[name].view(cupy.uint8)).all()), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sequences", [1, 7, 40, 3000])
+def test_packed_sequences(sequences: int, head_dim: int, causal: bool) -> None:
+    """Each as if it were alone; lengths 0 among them, and NaN in the others."""
+    rng = np.random.default_rng(sequences)
+    longest = 400 if sequences < 100 else 12
+    lengths = {n: rng.integers(0, longest, sequences) for n in "qk"}
+    starts = {n: np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for n, x in lengths.items()}
+    arrays: dict[str, Any] = {
+        "q": draw(int(starts["q"][-1]), 4, head_dim),
+        "k": draw(int(starts["k"][-1]), 2, head_dim, seed=1),
+        "v": draw(int(starts["k"][-1]), 2, head_dim, seed=2),
+    }
+    arrays |= {f"cu_seqlens_{n}": cupy.asarray(x) for n, x in starts.items()}
+    options = {"causal": causal, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    prepared = prepare(spec_of(arrays, options, "thd"))
+    found = run(prepared, arrays)
+    for b in rng.permutation(sequences)[:12]:
+        q, k = (slice(int(starts[n][b]), int(starts[n][b + 1])) for n in "qk")
+        out, lse = found["out"][None, q], found["lse"][None, :, q]
+        if q.stop == q.start:
+            continue
+        if k.stop == k.start:
+            assert bool((out.astype(cupy.float32) == 0).all()) and bool((lse == -cupy.inf).all())
+            continue
+        alone = {"q": arrays["q"][None, q], "k": arrays["k"][None, k], "v": arrays["v"][None, k]}
+        check(spec_of(alone, {"causal": causal}, "bshd"), alone, {"out": out, "lse": lse})
+    largest = int(np.argmax(lengths["k"]))
+    arrays["k"][starts["k"][largest] : starts["k"][largest + 1]] = np.nan
+    arrays["v"][starts["k"][largest] : starts["k"][largest + 1]] = np.nan
+    poisoned = run(prepared, arrays)["out"]
+    rest = np.ones(int(starts["q"][-1]), bool)
+    rest[starts["q"][largest] : starts["q"][largest + 1]] = False
+    rest = cupy.asarray(rest)
+    assert bool((poisoned.view(cupy.uint16)[rest] == found["out"].view(cupy.uint16)[rest]).all())
