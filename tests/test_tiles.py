@@ -58,7 +58,7 @@ def test_tuned_rows_of_the_h200() -> None:
 
 
 def test_the_tables_are_in_order() -> None:
-    """Smaller head dims come first, or their rows would never be reached; the last row fits the smallest GPU."""
+    """Smaller head dims come first, or their rows are never reached; the last row fits the smallest GPU."""
     for table in (FORWARD, FORWARD_FEATURED):
         dims = [row.head_dim for row in table]
         assert dims == sorted(dims) and dims[-1] == HEAD_DIMS[-1]
