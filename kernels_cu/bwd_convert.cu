@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bwd_dq(const __grid_consta
   const float scale = softmax_scale(p);
   u16* dq = (u16*)p.dq + base_q(entry, head, p.dq_stride_b, p.dq_stride_h, p.dq_stride_s);
   // A thread's share: rows g and g + 8 of a 16x8 piece.
+#pragma unroll 1
   for (int i = threadIdx.x; i < BLOCK_M / 16 * HEAD_DIM; i += THREADS) {
     const int chunk = i % (HEAD_DIM / 8), g = i / (HEAD_DIM / 8) % 8, strip = i / HEAD_DIM;
     const float* piece = tile + (strip * (HEAD_DIM / 8) + chunk) * 128;
@@ -34,18 +35,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) bwd_dq(const __grid_consta
 #endif
 
 // dst (batch, kv head, rows, columns) = sum over parts of accum (batch, kv head, part, rows, PITCH), rows of the whole array.
+// aux3 blocks of threads serve one (batch, kv head), a thread 8 columns of a row.
 template <int PITCH>
 DEVICE void reduce_group(const Params& p, const float* accum, u16* dst, i64 stride_b, i64 stride_h, i64 stride_s, int columns) {
   const i64 rows = p.aux6;  // of the array: seqlen_kv, or of all sequences
-  const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
-  const int chunk = (int)(i % (PITCH / 8)), parts = (int)(p.heads_q / p.heads_kv / p.aux7);
-  const i64 row = i / (PITCH / 8) % rows, entry = i / (PITCH / 8) / rows;
-  const i64 head = entry % p.heads_kv, batch = entry / p.heads_kv;
-  if (batch >= (VARLEN ? 1 : p.batch)) return;
+  const int blocks = (int)p.aux3, entry = (int)blockIdx.x / blocks, parts = (int)(p.heads_q / p.heads_kv / p.aux7);
+  const int head = entry % (int)p.heads_kv, batch = entry / (int)p.heads_kv;
+  const i64 i = (i64)((int)blockIdx.x % blocks) * THREADS + threadIdx.x;
+  const i64 row = i / (PITCH / 8);
+  const int chunk = (int)(i % (PITCH / 8));
+  if (row >= rows) return;
+#if VARLEN
+  if (row < p.cu_seqlens_k[0] || row >= p.cu_seqlens_k[p.batch]) return;  // belongs to no sequence
+#endif
   float sum[8] = {};
   for (int part = 0; part < parts; part++) {
     const float4* from =
-        (const float4*)(accum + (((batch * p.heads_kv + head) * parts + part) * rows + row) * PITCH + 8 * chunk);
+        (const float4*)(accum + (((i64)entry * parts + part) * rows + row) * PITCH + 8 * chunk);
     const float4 a = from[0], b = from[1];
     const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll

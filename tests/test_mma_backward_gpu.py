@@ -194,6 +194,22 @@ def test_dropout_of_a_shard() -> None:
             assert found[f"d{name}"].tobytes() == cupy.ascontiguousarray(wanted).tobytes(), (axis, name)
 
 
+def test_rows_of_no_sequence() -> None:
+    """Packed arrays that are longer than their sequences: gradients there are 0, whatever is in the rows."""
+    q, k, v = (draw(400, heads, 64, seed=heads) for heads in (8, 2, 2))
+    ends = cupy.asarray([7, 150, 380], np.int32)
+    for x in (q, k, v):
+        x[:7] = x[380:] = np.nan
+    adapter = adapters.load("cupy")
+    arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    signatures = {n: adapter.signature(x) for n, x in arrays.items()}
+    spec = bind(signatures, layout="thd", max_seqlen_q=230, max_seqlen_k=230, causal=True)
+    arrays |= cuda.prepare_program(mma.forward(spec, device.query(0)), 0)(arrays) | {"dout": q}
+    for name, x in run(spec, "qkv", arrays).items():
+        rows = x.astype(cupy.float32)
+        assert bool((rows[:7] == 0).all() and (rows[380:] == 0).all() and cupy.isfinite(rows).all()), name
+
+
 def draw(*shape: int, seed: int = 0) -> Any:
     x = cupy.random.RandomState(seed).standard_normal(shape, dtype=cupy.float32)
     return x.astype(cases.NUMPY_DTYPES["bfloat16"])

@@ -90,7 +90,7 @@ class _Plan:
 
     @property
     def heads_of_block(self) -> int:
-        """q heads that a block of the main kernel serves: a group, or a part whose sums are added up later."""
+        """q heads that a block of the main kernel serves: a group, or a part whose sums are added later."""
         spec = self.spec
         if not self.wants & {"k", "v"}:
             return 1
@@ -197,17 +197,17 @@ def _main(plan: _Plan) -> list[Launch | Memset]:
     defines = plan.defines(*_SCORES, **flags)
     if "q" in wants:
         words = plan.block_words(aux3=plan.blocks_m)
-        grid = plan.blocks_m * spec.batch * spec.heads_q
+        grid = (plan.blocks_m * spec.batch * spec.heads_q, 1, 1)
         kernel = Kernel("bwd_convert", "bwd_dq", defines)
-        steps.append(Launch(kernel, (grid, 1, 1), THREADS, 0, words, plan.pointers("dq", "dq_accum")))
+        steps.append(Launch(kernel, grid, THREADS, 0, words, plan.pointers("dq", "dq_accum")))
     if plan.partial:
         for x, dim in (("k", spec.head_dim), ("v", spec.head_dim_v)):
             if x in wants:
-                rows = (1 if spec.varlen else spec.batch) * spec.heads_kv * plan.total_kv
-                grid = -(-rows * (rounded(dim) // 8) // THREADS)
+                blocks = -(-plan.total_kv * (rounded(dim) // 8) // THREADS)
+                grid = (blocks * (1 if spec.varlen else spec.batch) * spec.heads_kv, 1, 1)
                 kernel = Kernel("bwd_convert", f"bwd_reduce_d{x}", defines)
-                pointers = ((f"d{x}", f"d{x}"), (f"d{x}_accum", f"d{x}_accum"))
-                steps.append(Launch(kernel, (grid, 1, 1), THREADS, 0, plan.block_words(), pointers))
+                words, pointers = plan.block_words(aux3=blocks), plan.pointers(f"d{x}", f"d{x}_accum")
+                steps.append(Launch(kernel, grid, THREADS, 0, words, pointers))
     return steps
 
 
