@@ -90,7 +90,9 @@ def _set_strides(values: Values, name: str, operand: Operand) -> None:
         values[f"{name}_stride_{axis}"] = stride
 
 
-def _set_contiguous(values: Values, spec: AttentionSpec, name: str, heads: int, seqlen: int, dim: int) -> None:
+def _set_contiguous(
+    values: Values, spec: AttentionSpec, name: str, heads: int, seqlen: int, dim: int
+) -> None:
     for axis, stride in zip("bhs", spec.strides_of(heads, seqlen, dim), strict=True):
         values[f"{name}_stride_{axis}"] = stride
 
@@ -227,16 +229,24 @@ def backward_program(spec: AttentionSpec, wants: frozenset[str], threads: int | 
     steps: list[Host | Memset] = []
     if wants & {"q", "k", "v"}:
         workspace, steps = _qkv_steps(spec, wants, threads, values, pointers)
-    if "bias" in wants:
+    if "bias" in wants and not any(name == "dbias" for step in steps for name in _written(step)):
         steps.append(_bias_step(spec, values, pointers))
     if "sinks" in wants:
         block = params.pack(values)
-        steps.append(Host(_entry(spec, "sinks_gradient", False), spec.heads_q, block, (*pointers, ("dsinks", "dsinks"))))
+        steps.append(
+            Host(
+                _entry(spec, "sinks_gradient", False), spec.heads_q, block, (*pointers, ("dsinks", "dsinks"))
+            )
+        )
     return Program(inputs, outputs, workspace, tuple(steps))
 
 
 def _qkv_steps(
-    spec: AttentionSpec, wants: frozenset[str], threads: int, values: Values, pointers: tuple[tuple[str, str], ...]
+    spec: AttentionSpec,
+    wants: frozenset[str],
+    threads: int,
+    values: Values,
+    pointers: tuple[tuple[str, str], ...],
 ) -> tuple[tuple[Buffer, ...], list[Host | Memset]]:
     wanted = [name for name in ("q", "k", "v") if name in wants]
     lengths = {"q": (spec.heads_q, spec.seqlen_q, spec.head_dim), "k": (spec.heads_kv, spec.seqlen_kv, spec.head_dim),
@@ -358,7 +368,7 @@ class Prepared:
         for name, shape, dtype in self._workspace:
             held[name] = np.empty(shape, dtype)
         if self._seeded and not isinstance(held["dropout_seed"], np.ndarray):
-            held["dropout_seed"] = np.array([held["dropout_seed"]], np.int64)
+            held["dropout_seed"] = np.array([held["dropout_seed"], 0, 0, 0, 0], np.int64)  # as philox.cuh has it
         for name in self._memsets:
             held[name].fill(0)
         run = self._spare.pop() if self._spare else _Run(self._hosts, self._entries)
