@@ -24,7 +24,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 def test_examples_print_what_the_page_says(page: Path) -> None:
     names: dict[str, object] = {}
     parser, failures = doctest.DocTestParser(), []
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     for line, text in blocks(page, "pycon"):
         test = parser.get_doctest(text, names, page.name, str(page), line)
         runner.run(test, out=failures.append, clear_globs=False)

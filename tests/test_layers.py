@@ -25,11 +25,13 @@ RINGS = (
         "interop.dlpack",
         "interop.libcuda",
         "interop.xla_ffi",
+        "interop.xla_handlers",
+        "interop.xla_structs",
     ),
     ("call", "merge", "kvcache"),
     ("api",),
     ("planning",),
-    ("__init__", "interop", "interop.", "bench", "verify", "info"),
+    ("__init__", "interop", "interop.", "bench", "verify", "info", "prototype"),
     ("cli",),
     ("__main__",),
 )
@@ -49,10 +51,11 @@ HEAVY = {
 EAGER = {
     "cli": {"typer", "rich"},
     "backends.numba": {"numba"},
+    "prototype": {"numba"},
 }
 EAGER_PATTERNS = (
     (re.compile(r"backends\.(cpu|numba)\w*"), {"numba", "llvmlite"}),
-    (re.compile(r"interop\.(jax\w*|xla_ffi)"), {"jax", "jaxlib", "numba", "llvmlite"}),
+    (re.compile(r"interop\.(jax\w*|xla_\w+)"), {"jax", "jaxlib", "numba", "llvmlite"}),
     (re.compile(r"interop\.(native|libcuda)"), {"numba", "llvmlite"}),
 )
 
