@@ -7,7 +7,6 @@ axis is never split here: that is ``jax_parallel.py``'s. Knows the operands' axe
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import argument_error
+from .jaxcompat import knows_replicated_factors, knows_sharding_rules
 
 ADVICE = (
     "an unsharded sequence axis: shard batch or heads (jax.lax.with_sharding_constraint on q, k and v), or "
@@ -75,7 +75,7 @@ def _split(
     found.def_partition(
         partition=functools.partial(_partition, whole, roles, results, layout),
         infer_sharding_from_operands=functools.partial(_infer, roles, results, layout),
-        sharding_rule=functools.partial(_rule, roles, results, layout, ("s", "t")),
+        sharding_rule=_for_shardy(roles, results, layout, ("s", "t")),
     )
     if "dout" in roles:
         return found
@@ -108,9 +108,13 @@ def _guard(layout: str) -> Any:
     same.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=functools.partial(_rule, roles, roles, layout, ()),
+        sharding_rule=_for_shardy(roles, roles, layout, ()),
     )
     return same
+
+
+def _for_shardy(*fixed: Any) -> Any:
+    return functools.partial(_rule, *fixed) if knows_sharding_rules() else None
 
 
 def _rule(
@@ -136,7 +140,7 @@ def _rule(
         terms.append(" ".join(factors))
     text = ", ".join(terms[: len(roles)]) + " -> " + ", ".join(terms[len(roles) :])
     order = dict.fromkeys(text.replace("->", "").replace(",", " ").split())  # XLA wants them as they appear
-    if "need_replication_factors" not in inspect.signature(custom_partitioning.def_partition).parameters:
+    if not knows_replicated_factors():
         return text
     return text, {"need_replication_factors": tuple(f for f in order if f in replicated)}
 

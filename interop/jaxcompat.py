@@ -5,10 +5,13 @@ Knows neither attention nor XLA's binary interface.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -74,7 +77,25 @@ def has_auto_axes(ctx: Any) -> bool:
     ``custom_partitioning`` cannot be used there.
     """
     context = ctx.module_context.axis_context
-    return hasattr(context, "num_devices") and context.num_devices > 1
+    if not hasattr(context, "num_devices") or context.num_devices == 1:
+        return False
+    return knows_sharding_rules() or not getattr(jax.config, "jax_use_shardy_partitioner", False)
+
+
+@functools.cache
+def knows_sharding_rules() -> bool:
+    """Whether ``custom_partitioning`` takes a function as Shardy's rule; GSPMD has no rule."""
+    try:
+        custom_partitioning(lambda x: x).def_partition(lambda *_: None, sharding_rule=lambda *_: "i -> i")
+    except TypeError:
+        return False
+    return True
+
+
+@functools.cache
+def knows_replicated_factors() -> bool:
+    """Whether such a rule can name what must not be split (newer than 0.7)."""
+    return "need_replication_factors" in inspect.signature(custom_partitioning.def_partition).parameters
 
 
 def lower_with_devices(*primitives: Any) -> None:

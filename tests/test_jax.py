@@ -13,7 +13,11 @@ import cuattn
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
-from jax.extend.core import jaxprs_in_params  # noqa: E402
+
+try:
+    from jax.extend.core import jaxprs_in_params
+except ImportError:  # an older JAX
+    from jax.core import jaxprs_in_params
 
 NAMES = ("q", "k", "v", "bias", "sinks")
 attention = functools.partial(cuattn.flash_attention, return_lse=True)

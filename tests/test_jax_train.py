@@ -1,4 +1,4 @@
-"""The example's GPT on a mesh of data × tensor × sequence: the loss curve of one device; checkpoints and resuming."""
+"""The example's GPT on a mesh of data, tensor and sequence: one device's loss curve; remat; resuming."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shard(tree: Any, mesh: Any) -> Any:
 
 
 def train(gpt: Any, attention: Any, mesh: Any, saved: Path | None = None, stop: int = STEPS) -> list[float]:
-    """Losses of the steps up to ``stop``; resumes from ``saved`` if that is there, else writes it at the end."""
+    """Losses of the steps up to ``stop``; resumes from ``saved`` if it is there, and writes it at the end."""
     config = gpt.QUICK._replace(heads=4, steps=STEPS, context=64)
     params = gpt.init(config, jax.random.key(0))
     state = params, (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
