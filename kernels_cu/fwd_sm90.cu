@@ -10,6 +10,8 @@
 //   PINGPONG   1: named barriers let the warpgroups issue their products in turn
 //   POLL       1: the wait for the next K tile stands just behind the row maximum. It is needed anyway; there it keeps ptxas from
 //              hoisting the wait for P V over the shuffles, so that exps, packing and rescaling overlap with P V
+//   EARLY_EXPS groups of 8 exponentials of a thread that stand before that wait
+//   LATE_RESCALE 1: O takes the new maximum's factor beside the next S, instead of at the end of a step
 //   SCHEDULE   0: tile = block index + i * grid; 1: handed out by an atomic counter
 //   LPT        1: heaviest tiles (last rows) first, inside sections of aux1 heads whose keys and values fit in L2
 //   LOOP_MASKS 0: only the first block of a tile is ever crossed by a mask's edge
@@ -20,6 +22,10 @@
 // Tensor maps: (column, row, head, batch), boxes of 64 columns by BLOCK_M rows of Q, BLOCK_N of K and V, 16 of out, swizzle 128.
 #include "fwd_sm90.cuh"
 #include "philox.cuh"
+
+#ifndef PRESET
+#define PRESET (LOOP_MASKS && !SOFTCAP && !SCATTERED && !(VARIABLE && HAS_LEFT))
+#endif
 
 // Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
 #define NATURAL (BIAS > 0)
@@ -76,7 +82,7 @@ struct Consumer {
   }
 
   // ---- products
-  __device__ __forceinline__ void issue_qk(int i, int buffer) {
+  __device__ __forceinline__ void issue_qk(int i, int buffer, bool add = false) {
     u64 q = q_desc + buffer * (Q_BYTES >> 4);
     const u64 k = k_desc + (u64)((i % STAGES) * (K_BYTES >> 4));
     // fresh in each step: ptxas would keep every slab's descriptor in uniform registers, more than there are
@@ -84,7 +90,7 @@ struct Consumer {
 #pragma unroll
     for (int x = 0; x < HEAD_DIM / 16; x++)
       Wgmma<BLOCK_N>::ss<0, 0>(s, q + (x >> 2) * (BLOCK_M * 128 >> 4) + 2 * (x & 3), k + (x >> 2) * (BLOCK_N * 128 >> 4) + 2 * (x & 3),
-                               x > 0);
+                               x > 0 || add);
     wgmma_commit();
   }
   __device__ __forceinline__ void issue_pv(int i) {
@@ -108,6 +114,14 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i++) s[i] -= slope * fabsf((i & 2 ? d1 : d0) - (8 * (i >> 2) + (i & 1)));
 #endif
+  }
+  // PRESET: hidden scores start as -infinity, the others as 0, and the product is added. So the loop has no branch between
+  // product and softmax. NOTE: -infinity + NaN is NaN: only where every key of the block is seen by some row of the tile,
+  // or cut off by the maps.
+  __device__ __forceinline__ void preset(int n) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i++) s[i] = 0.f;
+    hide(n);
   }
   __device__ __forceinline__ void hide(int n) {
     const int base = n * BLOCK_N + 2 * (lane() & 3), diagonal = row(tile) + tile.offset;
@@ -301,13 +315,13 @@ struct Consumer {
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 2));
     sub0 = NATURAL ? max0 : max0 * scale;
     sub1 = NATURAL ? max1 : max1 * scale;
+    if (masked) {  // a row that has seen nothing yet: its weights become 2^-infinity
+      if (max0 == NEG_INF) sub0 = 0.f;
+      if (max1 == NEG_INF) sub1 = 0.f;
+    }
     if (!first) {
       shrink0 = weight(old0, sub0);
       shrink1 = weight(old1, sub1);
-    }
-    if (masked) {  // rows that have seen nothing yet
-      if (max0 == NEG_INF) sub0 = 0.f, shrink0 = 1.f;
-      if (max1 == NEG_INF) sub1 = 0.f, shrink1 = 1.f;
     }
     if (!first) sum0 *= shrink0, sum1 *= shrink1;
   }
@@ -510,14 +524,15 @@ struct Consumer {
     block = SKIPPING ? (int)shared_load(sh.block + 4 * (i % STAGES)) : n;
   }
   // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
-  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n) {
+  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n, bool masked = false) {
+    if (PRESET && masked) preset(n);
     if (!POLL) wait_k(s_block);
     turn_begin();
     touch(s);
     touch(o);
     wgmma_fence();
-    issue_qk(s_block, buffer);
-    if (LATE) rescale();
+    issue_qk(s_block, buffer, PRESET && masked);
+    if (LATE_RESCALE) rescale();
     wait_v(s_block - 1);
     wgmma_fence();  // else ptxas injects it (C7519)
     issue_pv(s_block - 1);
@@ -530,20 +545,20 @@ struct Consumer {
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
-    issue_both(i, index % Q_BUFFERS, tile, tile.first - b);
+    issue_both(i, index % Q_BUFFERS, tile, tile.first - b, masked);
     release_q(b == tile.blocks() - 1);
-    transform(block, masked);
-    row_max(masked, false);
-    exponentials(0, POLLAT * 8);
+    transform(block, !PRESET && masked);
+    row_max(PRESET || masked, false);
+    exponentials(0, 8 * EARLY_EXPS);
     touch(s);
     if (POLL) wait_k(i + 1);  // always comes: this tile's, the next one's first, or the producer's last arrival
     wgmma_wait<0>();
     touch(o);
-    exponentials(POLLAT * 8, BLOCK_N / 2);
+    exponentials(8 * EARLY_EXPS, BLOCK_N / 2);
     release_v(i - 1);
     drop(block);
     round_probs();
-    if (!LATE) rescale();
+    if (!LATE_RESCALE) rescale();
     clean_unseen(i);
   }
   // The tile's first block alone.
@@ -575,7 +590,7 @@ struct Consumer {
     clean_low_end();
     wait_v(i);
     touch(o);
-    if (LATE) rescale();
+    if (LATE_RESCALE) rescale();
     wgmma_fence();
     issue_pv(i);
     wgmma_wait<0>();

@@ -22,12 +22,6 @@
 #ifndef FRESH
 #define FRESH (HEAD_DIM > 128)
 #endif
-#ifndef LATE
-#define LATE 0
-#endif
-#ifndef POLLAT
-#define POLLAT 0
-#endif
 #define NEG_INF __int_as_float(0xff800000)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f

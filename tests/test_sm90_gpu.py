@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cuattn import device
-from cuattn.backends import cuda
+from cuattn.backends import cuda, reference
 from cuattn.families import sm90
 from cuattn.interop import adapters
 from cuattn.spec import AttentionSpec, bind
@@ -21,6 +21,7 @@ cupy = pytest.importorskip("cupy")
 
 GUARD = 4096  # bytes before and after an output that must stay as they are
 PATTERN = 0x5A
+BATCHES = (1, 1000)  # choose tiles of 64 rows, and those for a GPU that is full
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -44,9 +45,12 @@ def spec_of(arrays: dict[str, Any], options: dict[str, Any], layout: str) -> Att
     return bind({name: adapter.signature(x) for name, x in arrays.items()}, layout=layout, **options)
 
 
-def prepare(spec: AttentionSpec, **tile: Any) -> cuda.Prepared:
-    assert sm90.refuses(spec, device.query(0)) is None
-    return cuda.prepare_program(sm90.forward(spec, device.query(0), replace(sm90.tile(spec, device.query(0)), **tile)), 0)
+def prepare(spec: AttentionSpec, batch: int = 0) -> cuda.Prepared:
+    """The program of a spec; ``batch`` chooses the tile as if the batch were of that size."""
+    found = device.query(0)
+    assert sm90.refuses(spec, found) is None
+    tile = sm90.tile(replace(spec, batch=batch or spec.batch), found)
+    return cuda.prepare_program(sm90.forward(spec, found, tile), 0)
 
 
 def run(prepared: cuda.Prepared, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +66,9 @@ def run(prepared: cuda.Prepared, arrays: dict[str, Any]) -> dict[str, Any]:
         bands += [memory[:GUARD], memory[GUARD + size :]]
     scratch = {b.name: cupy.full(b.shape, -1, b.dtype) for b in program.workspace}
     addresses = [x.data.ptr for x in ({**arrays, **found, **scratch}[n] for n in names(prepared))]
-    prepared._launch(addresses, None, cupy.cuda.get_current_stream().ptr)
+    seed = arrays.get("dropout_seed")
+    stream = cupy.cuda.get_current_stream().ptr
+    prepared._launch(addresses, 0 if seed is None else int(seed[0]), stream)
     for band in bands:
         assert bool((band == PATTERN).all()), "written outside of an output"
     return found
@@ -70,7 +76,8 @@ def run(prepared: cuda.Prepared, arrays: dict[str, Any]) -> dict[str, Any]:
 
 def names(prepared: cuda.Prepared) -> list[str]:
     program = prepared.program
-    return [*program.inputs, *(b.name for b in program.outputs), *(b.name for b in program.workspace)]
+    inputs = (name for name in program.inputs if name != "dropout_seed")
+    return [*inputs, *(b.name for b in program.outputs), *(b.name for b in program.workspace)]
 
 
 def plain(spec: AttentionSpec, arrays: dict[str, Any], low: bool = False) -> tuple[Any, Any]:
@@ -100,14 +107,15 @@ def plain(spec: AttentionSpec, arrays: dict[str, Any], low: bool = False) -> tup
     return kept(out).transpose(0, 2, 1, 3), lse
 
 
-def check(spec: AttentionSpec, arrays: dict[str, Any], found: dict[str, Any]) -> None:
+def check(spec: AttentionSpec, arrays: dict[str, Any], *results: dict[str, Any]) -> None:
     """Every element written, out as good as plain attention in the same dtype, LSE to float32."""
     out, lse = plain(spec, arrays)
     bar = 2 * float(cupy.abs(plain(spec, arrays, low=True)[0] - out).max()) + 1e-5
-    error = cupy.abs(found["out"].astype(cupy.float64) - out)
-    assert float(error.max()) <= bar  # false for NaN too
-    same = (found["lse"] == lse) | (cupy.abs(found["lse"] - lse) <= 1e-4)
-    assert bool(same.all())
+    for found in results:
+        error = cupy.abs(found["out"].astype(cupy.float64) - out)
+        assert float(error.max()) <= bar  # false for NaN too
+        same = (found["lse"] == lse) | (cupy.abs(found["lse"] - lse) <= 1e-4)
+        assert bool(same.all())
 
 
 def make(
@@ -126,18 +134,18 @@ def make(
 def test_every_length_to_300(head_dim: int, mask: str) -> None:
     for n in range(1, 301):
         spec, arrays = make(n, n if n % 2 else 301 - n, head_dim, **MASKS[mask])
-        check(spec, arrays, run(prepare(spec), arrays))
+        check(spec, arrays, *(run(prepare(spec, batch), arrays) for batch in BATCHES))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_lengths_at_tile_edges(head_dim: int, mask: str) -> None:
-    t = sm90.tile(make(2000, 2000, head_dim)[0], device.query(0))
+    t = sm90.tile(replace(make(2000, 2000, head_dim)[0], batch=1000), device.query(0))
     rows = [n * t.block_m + d for n in (1, 2) for d in (-1, 0, 1)]
     keys = [n * t.block_n + d for n in (1, 2, 5) for d in (-1, 0, 1)]
     for sq, sk in itertools.product(rows, keys):
         spec, arrays = make(sq, sk, head_dim, **MASKS[mask])
-        check(spec, arrays, run(prepare(spec), arrays))
+        check(spec, arrays, *(run(prepare(spec, batch), arrays) for batch in BATCHES))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -148,7 +156,7 @@ def test_lengths_at_tile_edges(head_dim: int, mask: str) -> None:
 def test_head_dims(head_dim: int, head_dim_v: int, dtype: str) -> None:
     for options in MASKS.values():
         spec, arrays = make(333, 257, head_dim, head_dim_v, dtype, **options)
-        check(spec, arrays, run(prepare(spec), arrays))
+        check(spec, arrays, *(run(prepare(spec, batch), arrays) for batch in BATCHES))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -163,13 +171,14 @@ def test_a_hundred_runs_are_the_same(head_dim: int, mask: str) -> None:
             assert bool((x.view(cupy.uint8) == again[name].view(cupy.uint8)).all()), name
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (50, 20)}])
-def test_what_lies_beyond_the_lengths_is_not_seen(head_dim: int, options: dict[str, Any]) -> None:
+def test_what_lies_beyond_the_lengths_is_not_seen(head_dim: int, options: dict[str, Any], batch: int) -> None:
     lengths = {"q_seqlens": [0, 1, 257, 300, 63], "kv_seqlens": [5, 300, 0, 129, 257]}
     arrays: dict[str, Any] = {n: draw(5, 300, 4 if n == "q" else 2, head_dim, seed=ord(n)) for n in "qkv"}
     arrays |= {name: cupy.asarray(x, cupy.int32) for name, x in lengths.items()}
-    prepared = prepare(spec_of(arrays, options, "bshd"))
+    prepared = prepare(spec_of(arrays, options, "bshd"), batch)
     clean = run(prepared, arrays)
     for name in "qkv":
         for b, n in enumerate(lengths["q_seqlens" if name == "q" else "kv_seqlens"]):
@@ -199,8 +208,8 @@ def test_keys_that_no_query_sees_may_be_nan(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sequences", [1, 7, 40, 3000])
-def test_packed_sequences(sequences: int, head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize(("sequences", "batch"), [(1, 1), (7, 1), (7, 1000), (40, 1000), (3000, 1000)])
+def test_packed_sequences(sequences: int, batch: int, head_dim: int, causal: bool) -> None:
     """Each as if it were alone; lengths 0 among them, and NaN in the others."""
     rng = np.random.default_rng(sequences)
     longest = 400 if sequences < 100 else 12
@@ -213,7 +222,7 @@ def test_packed_sequences(sequences: int, head_dim: int, causal: bool) -> None:
     }
     arrays |= {f"cu_seqlens_{n}": cupy.asarray(x) for n, x in starts.items()}
     options = {"causal": causal, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    prepared = prepare(spec_of(arrays, options, "thd"))
+    prepared = prepare(spec_of(arrays, options, "thd"), batch)
     found = run(prepared, arrays)
     for b in rng.permutation(sequences)[:12]:
         q, k = (slice(int(starts[n][b]), int(starts[n][b + 1])) for n in "qk")
@@ -233,3 +242,78 @@ def test_packed_sequences(sequences: int, head_dim: int, causal: bool) -> None:
     rest[starts["q"][largest] : starts["q"][largest + 1]] = False
     rest = cupy.asarray(rest)
     assert bool((poisoned.view(cupy.uint16)[rest] == found["out"].view(cupy.uint16)[rest]).all())
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bias": {"bias": ("dtype", (2, 4, "sq", "sk"))},
+    "float32 bias over batch": {"bias": ("float32", (1, 4, "sq", "sk"))},
+    "bias of keys": {"bias": ("dtype", (2, 1, 1, "sk"))},
+    "mask": {"mask": (2, 4, "sq", "sk")},
+    "mask of keys": {"mask": (2, 1, 1, "sk")},
+    "segments": {"segments": 3},
+    "dropout": {"dropout_p": 0.2},
+    "everything": {
+        "bias": ("dtype", (2, 4, "sq", "sk")),
+        "mask": (1, 1, "sq", "sk"),
+        "segments": 2,
+        "dropout_p": 0.1,
+    },
+}
+
+
+def feature_arrays(
+    feature: str, sq: int, sk: int, head_dim: int, causal: bool
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """NumPy operands of a feature, options, and which scores (batch, heads, sq, sk) it leaves."""
+    rng = np.random.default_rng(sq)
+    arrays = {n: x.get() for n, x in make(sq, sk, head_dim)[1].items()}
+    what, size, options = FEATURES[feature], {"sq": sq, "sk": sk}, {"causal": causal}
+    seen = np.ones((2, 4, sq, sk), bool)
+    if "bias" in what:
+        dtype, shape = what["bias"]
+        bias = rng.standard_normal([size.get(n, n) for n in shape])
+        bias[rng.random(bias.shape) < 0.2] = -np.inf
+        arrays["bias"] = bias.astype(cases.NUMPY_DTYPES["bfloat16" if dtype == "dtype" else dtype])
+        seen &= bias != -np.inf
+    if "mask" in what:
+        mask = rng.random([size.get(n, n) for n in what["mask"]]) < 0.6
+        mask[..., sk // 2 : sk // 2 + 80] = False
+        arrays["mask"] = mask
+        seen &= mask
+    if "segments" in what:
+        ids = {n: rng.integers(0, what["segments"], (2, size[f"s{n}"])).astype(np.int32) for n in "qk"}
+        ids["k"][:, sk // 3 : sk // 2] = 99
+        arrays |= {"q_segment_ids": ids["q"], "kv_segment_ids": ids["k"]}
+        seen &= (ids["q"][:, :, None] == ids["k"][:, None, :])[:, None]
+    if causal:
+        seen &= np.arange(sk)[None] <= np.arange(sq)[:, None] + sk - sq
+    if "dropout_p" in what:
+        options["dropout_p"] = what["dropout_p"]
+        arrays["dropout_seed"] = np.array([12345, 0, 0, 0, 0])
+    return arrays, options, seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, head_dim: int, causal: bool) -> None:
+    """As good as plain attention; then NaN goes wherever nothing looks, and no bit may change."""
+    for (sq, sk), batch in zip(((64, 64), (257, 300)), BATCHES, strict=True):
+        arrays, options, seen = feature_arrays(feature, sq, sk, head_dim, causal)
+        gpu = {n: cupy.asarray(x) for n, x in arrays.items()}
+        spec = spec_of(gpu, options, "bshd")
+        prepared = prepare(spec, batch)
+        found = run(prepared, gpu)
+        out, lse = reference.attention(spec, arrays)
+        own = reference.own_arithmetic(cases.NUMPY_DTYPES[spec.dtype])
+        bar = 2 * float(np.abs(reference.attention(spec, arrays, own)[0] - out).max()) + 1e-3
+        assert float(np.abs(found["out"].get().astype(np.float64) - out).max()) <= bar
+        got = found["lse"].get()
+        assert ((got == lse) | (np.abs(got - lse) <= 2e-3)).all()
+        hidden_q = ~seen.any(3).transpose(0, 2, 1)
+        hidden_k = ~seen.reshape(2, 2, 2, sq, sk).any((2, 3)).transpose(0, 2, 1)
+        for name in "qkv":
+            gpu[name][cupy.asarray(hidden_q if name == "q" else hidden_k)] = np.nan
+        again = run(prepared, gpu)
+        for name, x in found.items():
+            assert bool((x.view(cupy.uint8) == again[name].view(cupy.uint8)).all()), name

@@ -36,6 +36,8 @@ class Tile:
     pingpong: int
     poll: int
     schedule: int
+    early_exps: int = 0
+    late_rescale: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -187,6 +189,7 @@ def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong, "POLL": t.poll}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
+    found |= {"EARLY_EXPS": t.early_exps, "LATE_RESCALE": t.late_rescale}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec))}
     return tuple(found.items())
 
