@@ -330,10 +330,9 @@ def _nothing(ring: _Ring, named: Mapping[str, Any], like: tuple[Any, Any]) -> tu
     out, lse = like
     rows = named["q"].shape[ring.axis]
     shape = tuple(rows if i == ring.axis else n for i, n in enumerate(out.shape))
-    # products with 0 rather than constants: they vary over the mesh as the parts do
-    zero = (lse.sum() * 0).astype(lse.dtype)
-    zero = jnp.where(jnp.isnan(zero), 0.0, zero)
-    return jnp.zeros(shape, lse.dtype) + zero, jnp.full((*lse.shape[:2], rows), -jnp.inf, lse.dtype) + zero
+    empty = jnp.full((*lse.shape[:2], rows), -jnp.inf, lse.dtype)
+    zero, empty, _ = vary_alike([jnp.zeros(shape, lse.dtype), empty, lse])
+    return zero, empty
 
 
 # ------------------------------------------------------------------------------------------------ backward
