@@ -32,7 +32,14 @@ def spec_of(
         "k": signature(2, seqlen, 2, head_dim),
         "v": signature(2, seqlen, 2, head_dim_v or head_dim),
     }
+    if "dropout_p" in options:
+        arrays["dropout_seed"] = Signature("int64", (5,), (1,))
     return bind(arrays, **options)
+
+
+def long_spec(*dims: int, **options: Any) -> AttentionSpec:
+    """Enough rows to fill a GPU with the largest tiles."""
+    return spec_of(*dims, seqlen=5000, **options)
 
 
 def packed_spec(head_dim: int, sequences: int = 5, **options: Any) -> AttentionSpec:
@@ -45,7 +52,7 @@ def packed_spec(head_dim: int, sequences: int = 5, **options: Any) -> AttentionS
 @pytest.mark.parametrize("head_dim_v", DIMS)
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_every_tile_fits(head_dim: int, head_dim_v: int) -> None:
-    t = sm90.tile(spec_of(head_dim, head_dim_v), H200)
+    t = sm90.tile(long_spec(head_dim, head_dim_v), H200)
     assert t.shared_memory <= H200.shared_memory_per_block
     assert head_dim <= t.head_dim and head_dim_v <= t.head_dim_v
     # a consumer thread holds scores, weights (half as many registers) and outputs of 64 rows a warpgroup
@@ -82,6 +89,14 @@ def test_the_program(head_dim: int, causal: bool) -> None:
     assert launch.dependent == causal
 
 
+def test_tiles_follow_the_work() -> None:
+    """64 rows a tile where 128 would leave SMs idle; three warpgroups where exponentials decide."""
+    assert sm90.tile(spec_of(128, seqlen=64), H200).block_m == 64
+    assert sm90.tile(spec_of(128, seqlen=1000, causal=True), H200).block_m == 64
+    assert sm90.tile(long_spec(128, causal=True), H200).block_m == 128
+    assert sm90.tile(long_spec(64), H200).block_m == 192
+
+
 def test_packed_sequences_are_listed_first() -> None:
     program = sm90.forward(packed_spec(128, causal=True), H200)
     names = {b.name: b.shape for b in program.workspace}
@@ -100,18 +115,20 @@ def test_maps_hold_visible_keys_only() -> None:
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("full", spec_of()),
-        ("causal", spec_of(causal=True)),
-        ("window", spec_of(causal=True, window_size=(100, 0))),
-        ("softcap", spec_of(causal=True, softcap=20.0)),
-        ("float16", spec_of(dtype="float16")),
+        ("full", long_spec()),
+        ("causal", long_spec(causal=True)),
+        ("window", long_spec(causal=True, window_size=(100, 0))),
+        ("softcap", long_spec(causal=True, softcap=20.0)),
+        ("float16", long_spec(dtype="float16")),
         ("packed", packed_spec(128, causal=True)),
-        ("64", spec_of(64)),
-        ("64 causal", spec_of(64, causal=True)),
-        ("96", spec_of(96)),
-        ("192 and 128", spec_of(192, 128)),
-        ("256", spec_of(256)),
-        ("256 causal", spec_of(256, causal=True)),
+        ("few rows", spec_of(causal=True)),
+        ("dropout", long_spec(dropout_p=0.1)),
+        ("64", long_spec(64)),
+        ("64 causal", long_spec(64, causal=True)),
+        ("96", long_spec(96)),
+        ("192 and 128", long_spec(192, 128)),
+        ("256", long_spec(256)),
+        ("256 causal", long_spec(256, causal=True)),
     ],
 )
 def test_ptxas_neither_serialises_nor_spills(name: str, spec: AttentionSpec) -> None:
