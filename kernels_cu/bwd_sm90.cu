@@ -1,34 +1,20 @@
 // Attention backward for Hopper (sm_90a), fp16 and bf16: dK and dV of one key block per CTA, dQ added up in float32.
-// One producer warp (TMA), two warps that add finished dQ tiles to global memory, two consumer warpgroups of 64 keys each.
+// A warp that loads (TMA), one that hands out tiles, two that add finished dQ tiles to global memory, two consumer warpgroups of 64
+// keys each.
 // Scores are kept transposed (keys by queries): P^T and dS^T are then wgmma's A operand as they lie in registers, and only
 // dS passes through shared memory. Steps: bwd_sm90_delta.cu before, bwd_sm90_convert.cu after.
 //
 // Shared memory: K and V (128 keys), rings of Q with LSE and of dO with delta, two dS tiles, one float32 dQ tile.
 // Rows and keys are counted among the visible ones (bwd_sm90.cuh).
 #define BLOCK_N 128
-#ifndef PREFETCH  // the next S^T is issued with this step's dK, the next dP^T after dQ
-#define PREFETCH 0
-#endif
-#ifndef ORDER  // 0: dV, dQ, dK; 1: dV, dK, dQ
-#define ORDER 0
-#endif
-#ifndef PINGPONG
+#ifndef PINGPONG  // the warpgroups take turns in issuing S^T and dP^T
 #define PINGPONG 0
 #endif
 #ifndef V_REGS  // steps of 16 columns of V that stay in registers: less shared memory traffic
 #define V_REGS 0
 #endif
-#ifndef PIN
-#define PIN 0
-#endif
-#ifndef POLL_AT  // quarters of the exponentials before the wait for dP^T
-#define POLL_AT 4
-#endif
-#ifndef WAIT_DK
-#define WAIT_DK (HEAD_DIM == 64)
-#endif
-
 #define DS_TILES 2
+#define TILE_READERS 11  // two warpgroups, the warp that loads and the two that write dQ
 #define DQ_BYTES (BLOCK_M * HEAD_DIM * 4)
 #include "bwd_sm90_block.cuh"
 
@@ -36,22 +22,9 @@
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
 
 // ------------------------------------------------------------------------------------------------ dQ writers
-// How many key blocks are to have added to query block m before block n does: groups of aux4 key blocks (resident as a whole) one
-// after the other, within a group in the order in which its CTAs come by.
-__device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
-  const int blocks = ceil_div(w.seen.keys, BLOCK_N), width = (int)p.aux4, first = w.n / width * width;
-  int before = first, end = min(first + width, blocks), lead = end - 1;
-#if HAS_LEFT
-  before = max(0, first - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N);
-#endif
-#if HAS_RIGHT
-  lead = min(lead, (min(m * BLOCK_M + BLOCK_M, w.seen.rows) - 1 + w.seen.right) / BLOCK_N);
-#elif !HAS_LEFT
-  const int size = end - first;  // m_first of the group's CTAs lies spread over the query blocks
-  lead = first + ceil_div((m + 1) * size, w.m_end) - 1;
-  if (lead < w.n) lead += size;
-#endif
-  return before + lead - w.n;
+// How many key blocks add to query block m before block n: they take turns in their order.
+__device__ __forceinline__ int turn_of(const Work& w, int m) {
+  return HAS_LEFT ? w.n - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N : w.n;
 }
 
 // Adds warpgroup `part`'s half of each dQ tile to global memory. Who has the first turn stores, so that nothing needs to be zeroed;
@@ -59,15 +32,13 @@ __device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
   const int group = (int)(p.heads_q / p.heads_kv);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
-  int left = group * w.blocks();
-  if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
-  dependency_wait();
+  barrier_arrive(ID_DQ_EMPTY + part, 160);
   for (int g = 0; g < group; g++) {
     const i64 sums = first_sum(p, w.seen, w.head_kv * group + g);
-    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+    for (int i = 0, m = w.m_end - 1; i < w.blocks(); i++, m--) {
       float* dst = p.dq_accum + (sums + m * BLOCK_M) * D + part * (BLOCK_M * D / 2);
       int* turns = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
-      const int turn = turn_of(p, w, m);
+      const int turn = turn_of(w, m);
       if (lane == 0 && turn > 0) wait_for_turn(turns, DETERMINISTIC ? turn : 1);
       barrier_sync(ID_DQ_FULL + part, 160);
       if (lane == 0) {
@@ -80,7 +51,7 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
         bulk_wait_read<0>();
       }
       __syncwarp();
-      if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+      barrier_arrive(ID_DQ_EMPTY + part, 160);
       if (lane == 0 && (DETERMINISTIC || turn == 0)) {
         bulk_wait<0>();
         pass_turn(turns);
@@ -90,7 +61,12 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
-__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
+struct Consumer {  // where the rings are, from tile to tile
+  Ring q, dout;
+  int tiles, ds_buffer;
+};
+
+__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part, Consumer& c) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = (int)(p.heads_q / p.heads_kv), steps = group * w.blocks();
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
@@ -174,24 +150,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
   };
 
-  Ring rq{0, 0}, rdo{0, 0};
-  int m = w.m_first, left = steps;
+  int m = w.m_end - 1;
   [[maybe_unused]] int head = 0;  // in the group
-  auto step = [&](int ds_buffer, auto is_last) INLINE {
-    constexpr bool last = decltype(is_last)::value;
-    const int q_stage = rq.stage, next_m = w.after(m);
-    if (!PREFETCH) {
-      wait_q(rq, m);
-      if (PINGPONG) barrier_sync(ID_TURN + part, 256);
-      wgmma_fence();
-      issue_s(rq.stage);
-      wait_do(rdo, m);
-      wgmma_fence();
-      issue_dp(rdo.stage);
-      if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
-      wgmma_wait<1>();
-      touch(s);
-    }
+  auto step = [&]() INLINE {
+    wait_q(c.q, m);
+    if (PINGPONG) barrier_sync(ID_TURN + part, 256);
+    wgmma_fence();
+    issue_s(c.q.stage);
+    wait_do(c.dout, m);
+    wgmma_fence();
+    issue_dp(c.dout.stage);
+    if (PINGPONG) barrier_arrive(ID_TURN + 1 - part, 256);
+    wgmma_wait<1>();
+    touch(s);
 #if TRANSFORM
     // Scores in base 2 before the masks; the softcap's slope is found again from the weight, which costs no register.
     const float far = (float)(m * BLOCK_M - key0 - row + offset);
@@ -219,36 +190,22 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
-    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
-    auto weights = [&](int from, int to) INLINE {  // S^T -> P^T
+    const u32 lse_at = base + S_LSE + c.q.stage * ROW_BYTES + row_from;
+    const u32 delta_at = base + S_DELTA + c.dout.stage * ROW_BYTES + row_from;
 #pragma unroll
-      for (int i = 0; i < BLOCK_M / 2; i += 4) {
-        if (i < from || i >= to) continue;
-        const float2 l = shared_load_f2(lse_at + i * 8);
-        s[i] = exp2_approx(s[i] * unit - l.x);
-        s[i + 1] = exp2_approx(s[i + 1] * unit - l.y);
-        s[i + 2] = exp2_approx(s[i + 2] * unit - l.x);
-        s[i + 3] = exp2_approx(s[i + 3] * unit - l.y);
-      }
-    };
-    constexpr int EARLY = BLOCK_M / 8 * POLL_AT;  // exponentials before the poll
-    rq.next(STAGES);
-    weights(0, EARLY);
-    if (PREFETCH && !last) {  // a poll here keeps ptxas from moving the wait for dP^T above the exponentials
-      touch(s);
-      wait_q(rq, next_m);
-    } else if (PIN) {
-      touch(s);
-      mbarrier_wait(base + BAR_K, 0);  // passed long ago
+    for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
+      const float2 l = shared_load_f2(lse_at + i * 8);
+      s[i] = exp2_approx(s[i] * unit - l.x);
+      s[i + 1] = exp2_approx(s[i + 1] * unit - l.y);
+      s[i + 2] = exp2_approx(s[i + 2] * unit - l.x);
+      s[i + 3] = exp2_approx(s[i + 3] * unit - l.y);
     }
     wgmma_wait<0>();
     touch(dp);
-    weights(EARLY, BLOCK_M / 2);
     u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
-    const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {
-      float2 d = shared_load_f2(delta_at + i * 8);
+      const float2 d = shared_load_f2(delta_at + i * 8);
       pp[i / 2] = pack_half2(s[i], s[i + 1]);
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
 #if SOFTCAP
@@ -264,24 +221,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     }
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++)
-      stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
-    auto add_dk = [&]() INLINE {  // dK += dS^T Q
-      touch(dk);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < BLOCK_M / 16; k++)
-        Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
-                                 operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
-      wgmma_commit();
-    };
+      stmatrix_x4_trans(ds_to + c.ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
     touch(dv);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; k++)  // dV += P^T dO
       Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
-                                operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
+                                operand(base16 + c.dout.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
-    if (ORDER == 1) add_dk();
     proxy_fence();
     barrier_sync(ID_DS, 256);
     float dq[DQ_N / 2];
@@ -290,37 +237,21 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     for (int k = 0; k < BLOCK_N / 16; k++)  // dQ^T = K^T dS^T
       Wgmma<DQ_N>::template ss<1, 0>(
           dq, operand(base16 + (DQ_SPLIT ? part * (BLOCK_N * 8) : 0), S_K + k * 2048, BLOCK_N * 128),
-          operand(base16 + ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
+          operand(base16 + c.ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
                   S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
           k > 0);
     wgmma_commit();
-    if (ORDER == 0) {
-      wgmma_wait<1>();
-      touch(dv);
-      if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
-      add_dk();
-      if (PREFETCH && !last) {
-        issue_s(rq.stage);
-        wgmma_wait<2>();
-      } else {
-        wgmma_wait<1>();
-      }
-    } else {
-      wgmma_wait<1>();
-      touch(dv);
-      touch(dk);
-      if (lane == 0) {
-        mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
-        mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
-      }
-      if (PREFETCH && !last) {
-        wgmma_fence();
-        issue_s(rq.stage);
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
-    }
+    wgmma_wait<1>();
+    touch(dv);
+    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * c.dout.stage);
+    touch(dk);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; k++)  // dK += dS^T Q
+      Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
+                               operand(base16 + c.q.stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
     touch(dq);
     barrier_sync(ID_DQ_EMPTY + part, 160);
 #pragma unroll
@@ -328,28 +259,18 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
                       __float_as_uint(dq[4 * i + 3]));
     barrier_arrive(ID_DQ_FULL + part, 160);
-    rdo.next(STAGES_DO);
-    if (PREFETCH && !last) {
-      wait_do(rdo, next_m);
-      if (WAIT_DK && ORDER == 0) wgmma_wait<1>();  // dS^T's registers are free for dP^T
-      wgmma_fence();
-      issue_dp(rdo.stage);
-      wgmma_wait<1>();  // one group at most in flight around the loop: ptxas serialises more
-      touch(s);
-    } else {
-      wgmma_wait<0>();
-    }
-    if (ORDER == 0) {
-      touch(dk);
-      if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
-    }
-    m = next_m;
-    if (ALIBI && m == w.m_first) head++;
-    left--;
+    wgmma_wait<0>();
+    touch(dk);
+    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * c.q.stage);
+    c.q.next(STAGES);
+    c.dout.next(STAGES_DO);
+    c.ds_buffer ^= 1;
+    m = w.after(m);
+    if (ALIBI && m == w.m_end - 1) head++;
   };
 
-  mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
-  mbarrier_wait(base + BAR_V, 0);
+  mbarrier_wait(base + BAR_K, c.tiles & 1);
+  mbarrier_wait(base + BAR_V, c.tiles & 1);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
@@ -362,33 +283,20 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                 v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3]);
   }
 #endif
-  if (steps > 0) {
-    if (PREFETCH) {
-      wait_q(rq, m);
-      wgmma_fence();
-      issue_s(0);
-      wait_do(rdo, m);
-      wgmma_fence();
-      issue_dp(0);
-      wgmma_wait<1>();
-      touch(s);
-    }
-    if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
-    int buffer = 0;
 #pragma unroll 1
-    for (; left > 1; buffer ^= 1) step(buffer, False());
-    step(buffer, True());
-  }
+  for (int left = steps; left > 0; left--) step();
+  if (lane == 0) mbarrier_arrive(base + BAR_KV_EMPTY);
+  c.tiles++;
 
-  dependency_wait();
   const i64 at = key0 + part * 64;
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
   const int rows = keys - part * 64;
-  store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
-  barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
-  store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
-                    lane);
+  const u32 stage = base + S_DQ + part * (DQ_BYTES / 2);  // this warpgroup's half of the dQ tile, once it has been read
+  barrier_sync(ID_DQ_EMPTY + part, 160);
+  store_gradient<DV>(dv, 1.f, stage, 8192, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
+  __syncwarp();
+  store_gradient<D>(dk, softmax_scale, stage, 8192, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -401,21 +309,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
   dependency_launch();
-  const Work w = work_of(p, blockIdx.x);
-  if (w.n * BLOCK_N >= w.seen.keys) {
-    hide(p, w);
-    return;
-  }
   if (warpgroup == 0) {
     registers_give<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
-    } else if (warp <= CONSUMERS) {
-      write_dq(p, w, base, warp - 1, threadIdx.x & 31);
+      produce(p, &map_q, &map_k, &map_v, &map_do, base);
+    } else if (warp == 3) {
+      if (threadIdx.x == 96) schedule(p, base);
+    } else {
+      dependency_wait();
+      for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
+        const Work w = work_of(p, index);
+        if (!w.hidden()) write_dq(p, w, base, warp - 1, threadIdx.x & 31);
+      }
     }
   } else {
     registers_take<240>();
-    consume(p, w, base, warpgroup - 1);
+    dependency_wait();
+    const int part = warpgroup - 1;
+    Consumer c{{0, 0}, {0, 0}, 0, 0};
+    if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
+#pragma unroll 1
+    for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
+      const Work w = work_of(p, index);
+      if (w.hidden())
+        hide(p, w);
+      else
+        consume(p, w, base, part, c);
+    }
+    if (PINGPONG && part == 0) barrier_sync(ID_TURN, 256);
   }
 }

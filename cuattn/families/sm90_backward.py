@@ -42,7 +42,7 @@ class Tile:
         operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
         exchanged = 2 * self.ds_tiles * self.block_m * self.block_n
         sums = 4 * self.block_m * self.head_dim * self.dq_tile
-        rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
+        rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 64
         return 1024 + operands + exchanged + sums + rows
 
 
@@ -118,11 +118,6 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     return row_begin, row_end, key_begin, key_end
 
 
-def _windowed(spec: AttentionSpec) -> bool:
-    """Whether key blocks differ in work: they are then scheduled heaviest first, heads interleaved."""
-    return common.hides_left(spec) or common.hides_right(spec)
-
-
 def _blocks(size: int, total: int, seen: int, variable: bool) -> int:
     """Blocks of ``size`` rows in the grid for a head: whole ones of visible rows, then of zeros."""
     if variable:
@@ -148,10 +143,13 @@ def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> 
     )
 
 
-def _sections(spec: AttentionSpec) -> int:
-    """Key/value heads scheduled together: their Q, dO and dQ sums share the L2."""
+def heads_together(spec: AttentionSpec, device: Device, key_blocks: int) -> int:
+    """Key/value heads whose tiles are handed out side by side.
+
+    As many as share the L2 with their Q, dO and dQ sums, but enough for the last ones to outlast one tile.
+    """
     per_head = spec.group * spec.seqlen_q * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
-    return 1 << max(0, (max(1, SECTION_BYTES // per_head)).bit_length() - 1)
+    return max(1, SECTION_BYTES // per_head, -(-2 * device.sm_count // key_blocks))
 
 
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -171,7 +169,8 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
         Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
         Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
     ]
-    workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
+    # two for each query block, and the count of tiles handed out
+    workspace.append(Buffer("turns", (2 * sum_heads * sum_rows // tile.block_m + 1,), "int32"))
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
@@ -207,7 +206,7 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
     row_begin, row_end, key_begin, key_end = visible(spec)
     query_blocks = _blocks(tile.block_m, spec.seqlen_q, row_end - row_begin, spec.variable)
     key_blocks = _blocks(tile.block_n, spec.seqlen_kv, key_end - key_begin, spec.variable)
-    sections = _sections(spec)
+    sum_heads, sum_rows = sums_shape(spec, tile.block_m)
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
     return {
@@ -232,19 +231,14 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
         "softmax_scale_value": spec.softmax_scale or 0.0,
         "softcap": spec.softcap,
         "alibi_slopes_stride_b": spec.alibi_slopes.strides[0] if spec.alibi_slopes is not None else 0,
-        "aux0": sums_shape(spec, tile.block_m)[1],
+        "aux0": sum_rows,
         "aux1": query_blocks,
         "aux2": key_blocks,
-        "aux3": sections,
-        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if _windowed(spec) else 1),
-        "aux5": spec.total_q,
-        "aux6": spec.total_kv,
+        "aux3": heads_together(spec, device, key_blocks),
+        "aux4": spec.total_q,
+        "aux5": spec.total_kv,
+        "aux6": 2 * sum_heads * sum_rows // tile.block_m,
     }
-
-
-def turn_group(device: Device, together: int) -> int:
-    """Key blocks of a head that wait for each other in adding to dQ: all resident at once."""
-    return max(1, min(64, device.sm_count // together))
 
 
 def _launches(
@@ -294,7 +288,7 @@ def _launches(
     )
     main = Launch(
         kernel=Kernel(tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline),
-        grid=(spec.batch * spec.heads_kv * int(words["aux2"]), 1, 1),
+        grid=(min(spec.batch * spec.heads_kv * int(words["aux2"]), device.sm_count), 1, 1),
         block=THREADS,
         shared_memory=tile.shared_memory,
         block_words=block_words,
