@@ -1,4 +1,4 @@
-"""Machine code of the CPU backend: compiled by Numba once, kept on disk as an object file, loaded by LLVM alone.
+"""Machine code of the CPU backend: compiled by Numba once, kept as an object file, loaded by LLVM alone.
 
 A cache entry's name has in it everything that changes the code: our sources, the versions of Numba and
 llvmlite, the CPU's name and features. Entries are written whole and renamed; one that is torn is made again.
@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
 Body = Callable[[int, int], None]
 DRAIN = "drain"  # the team's loop, beside the entries of ``cpu_tiles.build``
-SOURCES = ("cpu_code.py", "cpu_decode.py", "cpu_drain.py", "cpu_layout.py", "cpu_scores.py", "cpu_simd.py", "cpu_team.py", "cpu_tiles.py", "../params.py")
+SOURCES = (
+    "cpu_backward.py",
+    "cpu_code.py",
+    "cpu_decode.py",
+    "cpu_drain.py",
+    "cpu_layout.py",
+    "cpu_scores.py",
+    "cpu_simd.py",
+    "cpu_team.py",
+    "cpu_tiles.py",
+    "../params.py",
+)
 NOTICE_AFTER = 2.0  # seconds of compiling until a line says so
 _MAGIC = b"cuattn1\n"
 _lock = threading.RLock()
@@ -61,7 +72,7 @@ def host_function(name: str) -> Body:
 
 @cache
 def features() -> frozenset[str]:
-    """What the CPU has, by LLVM's names; ``CUATTN_CPU_FEATURES`` (comma-separated) takes away: ``-avx512f,...``."""
+    """What the CPU has, by LLVM's names; ``CUATTN_CPU_FEATURES=-avx512,-fma`` takes away what begins so."""
     found = {name for name, has in llvm.get_host_cpu_features().items() if has}
     for change in os.environ.get("CUATTN_CPU_FEATURES", "").split(","):
         if change.startswith("-"):
@@ -84,7 +95,9 @@ def _target_machine() -> Any:
 
 @cache
 def _key() -> str:
-    parts = [repr((sorted(features()), llvm.get_host_cpu_name(), llvm.get_default_triple(), sys.version_info[:2]))]
+    parts = [
+        repr((sorted(features()), llvm.get_host_cpu_name(), llvm.get_default_triple(), sys.version_info[:2]))
+    ]
     parts += [f"{name} {metadata.version(name)}" for name in ("numba", "llvmlite")]
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -92,7 +105,7 @@ def _key() -> str:
 
 @cache
 def cache_directory() -> Path | None:
-    """Where entries are kept: ``CUATTN_CACHE_DIR``, the user's cache folder, or a temporary one; None if nowhere."""
+    """Where entries are kept: ``CUATTN_CACHE_DIR``, the user's cache folder or a temporary one, if any."""
     user = os.environ.get("CUATTN_CACHE_DIR")
     places = [Path(user)] if user else []
     if not user:
@@ -156,7 +169,8 @@ def _write(path: Path, code: bytes) -> None:
 @contextmanager
 def _notice(name: str) -> Iterator[None]:
     def say() -> None:
-        print(f"cuattn: compiling {name} for this CPU, once (kept in {cache_directory()})", file=sys.stderr)
+        sys.stderr.write(f"cuattn: compiling {name} for this CPU, once (kept in {cache_directory()})\n")
+        sys.stderr.flush()
 
     timer = threading.Timer(NOTICE_AFTER, say)
     timer.daemon = True

@@ -69,7 +69,9 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
             memory.fill(stats + t * record * size, record, real(0.0))
             put(stats, t * record + record - 3, hidden)
         for g in range(rows // length):
-            index = index_of(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, hk * (rows // length) + g, q0)
+            index = index_of(
+                p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, hk * (rows // length) + g, q0
+            )
             block.load_rows(
                 get_i64(p, P.aux0), get_i64(p, P.q), index, get_i64(p, P.q_stride_s), q_len, length,
                 get_i64(p, P.head_dim), dp, q + g * length * dp * size,
@@ -81,7 +83,11 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
             get_i64(p, P.aux3), get_i64(p, P.aux2), get_i64(p, P.aux4), get_i64(p, P.aux0)
         )  # fmt: skip
         heads, length = get_i64(p, P.heads_kv), get_i64(p, P.seqlen_q)
-        b, first_head, part = tile // (heads // together * parts), tile // parts * together % heads, tile % parts
+        b, first_head, part = (
+            tile // (heads // together * parts),
+            tile // parts * together % heads,
+            tile % parts,
+        )
         q0, q_len, k0, kv_len, offset = entry(p, b)
         packed = 0 if get_i64(p, P.cu_seqlens_q) else b
         dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
@@ -118,8 +124,12 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
                     memory.ask_for(kind, get_i64(p, P.k), k + keys * k_stride, k_stride, 0, ahead, dim)
                     memory.ask_for(kind, get_i64(p, P.v), v + keys * v_stride, v_stride, 0, ahead, dim_v)
                     padded = up(count, lanes)
-                    memory.load_block(kind, get_i64(p, P.k), k, k_stride, 0, count, padded, dim, k_rows, dp, 0)
-                    memory.load_block(kind, get_i64(p, P.v), v, v_stride, 0, count, padded, dim_v, v_rows, dv, 0)
+                    memory.load_block(
+                        kind, get_i64(p, P.k), k, k_stride, 0, count, padded, dim, k_rows, dp, 0
+                    )
+                    memory.load_block(
+                        kind, get_i64(p, P.v), v, v_stride, 0, count, padded, dim_v, v_rows, dv, 0
+                    )
                     k_at, k_step, dim_k, v_at, v_step, dim_w = k_rows, dp, dp, v_rows, dv, dv
                 attend(
                     p, (q_len, kv_len, offset), j0, count, (dim_k, dim_w, dp, record, rows), k_at, k_step,

@@ -57,7 +57,9 @@ def jit(function: Callable[..., Any]) -> Any:
 @jit
 def _from_half(h):
     x = np.uint32(h)
-    bits = bits_of_float(float_of_bits(np.uint32((x & np.uint32(0x7FFF)) << np.uint32(13))) * np.float32(2.0**112))
+    bits = bits_of_float(
+        float_of_bits(np.uint32((x & np.uint32(0x7FFF)) << np.uint32(13))) * np.float32(2.0**112)
+    )
     if x & np.uint32(0x7C00) == np.uint32(0x7C00):
         bits = np.uint32(bits | np.uint32(0x7F800000))
     return float_of_bits(np.uint32(bits | np.uint32((x & np.uint32(0x8000)) << np.uint32(16))))
@@ -75,7 +77,9 @@ def _to_half(f):
     elif x < np.uint32(0x38800000):  # subnormal: the adder rounds at the right bit
         h = np.uint32(bits_of_float(np.float32(float_of_bits(x) + np.float32(0.5))) - np.uint32(0x3F000000))
     else:
-        h = np.uint32((x - np.uint32(0x38000000) + np.uint32(0xFFF) + ((x >> np.uint32(13)) & np.uint32(1))) >> 13)
+        h = np.uint32(
+            (x - np.uint32(0x38000000) + np.uint32(0xFFF) + ((x >> np.uint32(13)) & np.uint32(1))) >> 13
+        )
     return np.uint16(h | sign)
 
 
@@ -212,6 +216,17 @@ def make_memory(real: Any, simd: Any) -> Any:
             put(target, d, real(0.0))
 
     @jit
+    def dot(x, y, count):
+        """In eight partial sums."""
+        sums = real(0.0)
+        for start in range(0, count, 8):
+            part = real(0.0)
+            for i in range(start, min(start + 8, count)):
+                part += get(x, i) * get(y, i)
+            sums += part
+        return sums
+
+    @jit
     def store_row(kind, address, index, dim, source, factor):
         if kind == KIND_REAL:
             for d in range(dim):
@@ -271,8 +286,8 @@ def make_memory(real: Any, simd: Any) -> Any:
         put(lse, lse_index, real(top + math.log(total)))
 
     return namespace(
-        "memory", store_result=store_result, ask_for=ask_for, value=value, set_value=set_value, fill=fill, load_row=load_row, store_row=store_row, zero_row=zero_row,
-        load_block=load_block,
+        "memory", value=value, set_value=set_value, fill=fill, dot=dot, load_row=load_row, store_row=store_row,
+        zero_row=zero_row, load_block=load_block, store_result=store_result, ask_for=ask_for,
     )  # fmt: skip
 
 
@@ -313,7 +328,9 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
     @jit
     def hide_masked(p, b, h, first, n, k0, keys, count, terms):
         step_q, step_k = get_i64(p, P.mask_stride_q), get_i64(p, P.mask_stride_k)
-        base = b * get_i64(p, P.mask_stride_b) + h * get_i64(p, P.mask_stride_h) + first * step_q + k0 * step_k
+        base = (
+            b * get_i64(p, P.mask_stride_b) + h * get_i64(p, P.mask_stride_h) + first * step_q + k0 * step_k
+        )
         mask = get_i64(p, P.mask) + base
         for i in range(n):
             at = i // width * keys * width + i % width
@@ -325,7 +342,9 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
     def add_bias(p, b, h, first, n, k0, keys, count, terms):
         kind, bias = get_i64(p, P.aux5), get_i64(p, P.bias)
         step_q, step_k = get_i64(p, P.bias_stride_q), get_i64(p, P.bias_stride_k)
-        base = b * get_i64(p, P.bias_stride_b) + h * get_i64(p, P.bias_stride_h) + first * step_q + k0 * step_k
+        base = (
+            b * get_i64(p, P.bias_stride_b) + h * get_i64(p, P.bias_stride_h) + first * step_q + k0 * step_k
+        )
         for i in range(n):
             at = i // width * keys * width + i % width
             for j in range(count):
@@ -363,11 +382,12 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
     def apply_terms(s, terms, count, factor, cap, slope, top):
         """s = softcap(factor * s) + terms, top = max(top, s); softcap's derivative goes to ``slope`` if any."""
         if cap > real(0.0):
+            simd.tanh(s, count * width, factor / cap)
+            if slope:
+                for i in range(count * width):
+                    put(slope, i, real(1.0) - get(s, i) * get(s, i))
             for i in range(count * width):
-                t = real(math.tanh(factor * get(s, i) / cap))
-                put(s, i, cap * t)
-                if slope:
-                    put(slope, i, real(1.0) - t * t)
+                put(s, i, cap * get(s, i))
             factor = real(1.0)
         for j in range(count):
             for lane in range(width):
@@ -386,7 +406,12 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
         half = np.uint64(0xFFFF)
         whole = get_i64(p, P.dropout_seed)  # after the seed: where this part of the whole begins
         if whole:
-            b, h, row, k0 = b + get_i64(whole, 1), h + get_i64(whole, 2), row + get_i64(whole, 3), k0 + get_i64(whole, 4)
+            b, h, row, k0 = (
+                b + get_i64(whole, 1),
+                h + get_i64(whole, 2),
+                row + get_i64(whole, 3),
+                k0 + get_i64(whole, 4),
+            )
         for call in range((count + GROUP - 1) // GROUP * 4):
             counter = np.uint64(k0 // GROUP * 4 + call)
             column = call // 4 * GROUP + call % 4 * 2
@@ -423,7 +448,12 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
                 put(dp, at, d)
 
     return namespace(
-        "features", terms_of=terms_of, apply_terms=apply_terms, keep_of=keep_of, multiply=multiply, gradient=gradient
+        "features",
+        terms_of=terms_of,
+        apply_terms=apply_terms,
+        keep_of=keep_of,
+        multiply=multiply,
+        gradient=gradient,
     )
 
 

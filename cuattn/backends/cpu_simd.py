@@ -24,6 +24,7 @@ from .cpu_layout import Isa
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 UNROLL = 4
+LN2 = 0.6931471805599453
 
 # 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp with the scaling below, tested); float64: Taylor.
 EXP2_FLOAT32 = (
@@ -36,6 +37,17 @@ EXP2_FLOAT64 = (
     1.0178086009239696e-07, 7.054911620801121e-09, 4.44553827187081e-10, 2.5678435993488196e-11,
     1.3691488853904124e-12,
 )  # fmt: skip
+
+
+# tanh(x) = x + x z P(z) / Q(z) with z = x^2 for |x| < 0.625 (Moshier's Cephes library), highest power first
+TANH_FLOAT32 = (
+    (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1), (1.0,)
+)  # fmt: skip
+TANH_FLOAT64 = (
+    (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3),
+    (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3),
+)  # fmt: skip
+TANH_SMALL = 0.625
 
 
 def _i64(n: int) -> Any:
@@ -93,6 +105,8 @@ class _Vectors:
         self.int = I64 if double else I32
         self.ints = ir.VectorType(self.int, self.lanes)
         self.coefficients = EXP2_FLOAT64 if double else EXP2_FLOAT32
+        self.tanh_small = TANH_FLOAT64 if double else TANH_FLOAT32
+        self.number = types.float64 if double else types.float32
         self.magic = 1.5 * 2.0**52 if double else 1.5 * 2.0**23
         self.smallest = -1022.0 if double else -126.0
         self.mantissa = 52 if double else 23
@@ -151,6 +165,25 @@ class _Vectors:
         exponent = b.shl(b.bitcast(shifted, self.ints), ir.Constant(self.ints, [self.mantissa] * self.lanes))
         scaled = b.bitcast(b.add(b.bitcast(p, self.ints), exponent), self.type)
         return b.select(low, self.zero, scaled)
+
+    def polynomial(self, b: Any, z: Any, coefficients: Sequence[float]) -> Any:
+        p = self.constant(coefficients[0])
+        for c in coefficients[1:]:
+            p = self.fma(b, p, z, self.constant(c))
+        return p
+
+    def tanh(self, b: Any, x: Any) -> Any:
+        """tanh, at most 3 ulp."""
+        z = b.fmul(x, x)
+        numerator, denominator = (self.polynomial(b, z, c) for c in self.tanh_small)
+        small = self.fma(b, b.fmul(x, z), b.fdiv(numerator, denominator), x)
+        size = b.select(b.fcmp_ordered("<", x, self.zero), b.fneg(x), x)
+        factor = -2.0 / LN2
+        e = self.exp2(b, b.fneg(size), self.constant(-factor), self.constant(self.smallest / -factor))
+        one = self.constant(1.0)
+        large = b.fsub(one, b.fdiv(b.fadd(e, e), b.fadd(one, e)))
+        large = b.select(b.fcmp_ordered("<", x, self.zero), b.fneg(large), large)
+        return b.select(b.fcmp_ordered("<", size, self.constant(TANH_SMALL)), small, large)
 
     def factor(self, b: Any, address: Any) -> tuple[Any, Any]:
         """exp2's last two arguments from a positive number in memory."""
@@ -225,7 +258,19 @@ def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
     width, rows, vectors = isa.width(v.itemsize), isa.rows, isa.vectors
 
     @intrinsic
-    def scores(ctx: Any, k: Any, k_stride: Any, keys: Any, q: Any, dim: Any, s: Any, top: Any, low: Any, high: Any, first: Any) -> Any:  # noqa: E501
+    def scores(
+        ctx: Any,
+        k: Any,
+        k_stride: Any,
+        keys: Any,
+        q: Any,
+        dim: Any,
+        s: Any,
+        top: Any,
+        low: Any,
+        high: Any,
+        first: Any,
+    ) -> Any:
         """s[key][lane] = k[key] . q[.][lane] and top = max(top, s); ``keys`` is a multiple of ``rows``.
 
         Masked: -inf unless low[lane] <= first + key <= high[lane].
@@ -274,7 +319,9 @@ def _make_softmax(v: _Vectors, isa: Isa) -> Any:
     width, vectors = isa.width(v.itemsize), isa.vectors
 
     @intrinsic
-    def softmax(ctx: Any, s: Any, keys: Any, factor: Any, top: Any, former: Any, total: Any, decay: Any) -> Any:
+    def softmax(
+        ctx: Any, s: Any, keys: Any, factor: Any, top: Any, former: Any, total: Any, decay: Any
+    ) -> Any:
         """s = 2^(factor * (s - top)) in place, decay likewise of former; total = total * decay + sum of s.
 
         ``keys`` is even. former becomes top. A top of -inf counts as 0: nothing was seen.
@@ -438,6 +485,23 @@ def _make_transpose(v: _Vectors) -> Any:
     return transpose
 
 
+def _make_tanh(v: _Vectors) -> Any:
+    @intrinsic
+    def tanh(ctx: Any, x: Any, count: Any, factor: Any) -> Any:
+        """x = tanh(factor * x) in place; ``count`` is a multiple of the lanes."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            pointer, factor = v.pointer(b, args[0]), v.splat(b, args[2])
+            loop = _Loop(b, _i64(0), args[1], v.lanes, [])
+            v.store(b, v.tanh(b, b.fmul(v.load(b, pointer, loop.i), factor)), pointer, loop.i)
+            loop.close([])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, v.number), codegen
+
+    return tanh
+
+
 def _make_dots(v: _Vectors) -> Any:
     n = v.lanes
 
@@ -511,7 +575,9 @@ def _make_row_values(v: _Vectors) -> Any:
     n = v.lanes
 
     @intrinsic
-    def row_values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, ahead: Any) -> Any:
+    def row_values(
+        ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, ahead: Any
+    ) -> Any:
         """acc[d] = acc * decay + sum over keys of p[key] * x[key][d] for one query; dim a multiple of the lanes.
 
         ``ahead`` as in ``dots``.
@@ -677,7 +743,7 @@ def make(real: str, isa: Isa) -> Any:
         scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
         softmax=_make_softmax(v, isa), values=_make_values(v, isa), outer=_make_outer(v, isa),
         weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
-        transpose=_make_transpose(v),
+        transpose=_make_transpose(v), tanh=_make_tanh(v),
         dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),
         get=get_f64 if double else get_f32, put=put_f64 if double else put_f32,
         get_int=get_i64 if double else get_i32, put_int=put_i64 if double else put_i32,

@@ -7,7 +7,6 @@ waits only for tiles that a running thread has claimed, so callers on many threa
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from queue import SimpleQueue

@@ -35,6 +35,7 @@ from .cpu_team import Team, make_job, restart, thread_count
 
 Array = NDArray[Any]
 Values = dict[str, int | float]
+Pointers = tuple[tuple[str, str], ...]
 
 # Measured in docs/performance/cpu.md
 MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all of them
@@ -229,28 +230,26 @@ def backward_program(spec: AttentionSpec, wants: frozenset[str], threads: int | 
     steps: list[Host | Memset] = []
     if wants & {"q", "k", "v"}:
         workspace, steps = _qkv_steps(spec, wants, threads, values, pointers)
-    if "bias" in wants and not any(name == "dbias" for step in steps for name in _written(step)):
+    if "bias" in wants and not _bias_on_the_way(spec, wants):
         steps.append(_bias_step(spec, values, pointers))
     if "sinks" in wants:
         block = params.pack(values)
-        steps.append(
-            Host(
-                _entry(spec, "sinks_gradient", False), spec.heads_q, block, (*pointers, ("dsinks", "dsinks"))
-            )
-        )
+        entry = _entry(spec, "sinks_gradient", False)
+        steps.append(Host(entry, spec.heads_q, block, (*pointers, ("dsinks", "dsinks"))))
     return Program(inputs, outputs, workspace, tuple(steps))
 
 
 def _qkv_steps(
-    spec: AttentionSpec,
-    wants: frozenset[str],
-    threads: int,
-    values: Values,
-    pointers: tuple[tuple[str, str], ...],
+    spec: AttentionSpec, wants: frozenset[str], threads: int, values: Values, pointers: Pointers
 ) -> tuple[tuple[Buffer, ...], list[Host | Memset]]:
+    """Workspace and steps for dq, dk and dv, as wanted; and for dbias where it is found on the way."""
     wanted = [name for name in ("q", "k", "v") if name in wants]
-    lengths = {"q": (spec.heads_q, spec.seqlen_q, spec.head_dim), "k": (spec.heads_kv, spec.seqlen_kv, spec.head_dim),
-               "v": (spec.heads_kv, spec.seqlen_kv, spec.head_dim_v)}  # fmt: skip
+    keys_shape = (spec.heads_kv, spec.seqlen_kv)
+    lengths = {
+        "q": (spec.heads_q, spec.seqlen_q, spec.head_dim),
+        "k": (*keys_shape, spec.head_dim),
+        "v": (*keys_shape, spec.head_dim_v),
+    }
     for name in wanted:
         _set_contiguous(values, spec, f"d{name}", *lengths[name])
     pairs = spec.batch * spec.heads_kv
@@ -260,42 +259,60 @@ def _qkv_steps(
         parts = max(1, min(threads, blocks, -(-threads * PARTS_PER_THREAD // pairs)))
     bits = {"q": WANT_Q, "k": WANT_K, "v": WANT_V}
     values |= {"aux3": parts, "aux4": sum(bits[name] for name in wanted)}
-    outputs = tuple((f"d{name}", f"d{name}") for name in wanted)
+    named = [f"d{name}" for name in wanted]
+    steps: list[Host | Memset] = [Memset(name) for name in named] if spec.varlen else []
+    if _bias_on_the_way(spec, wants):
+        values |= _dbias_strides(spec)
+        named.append("dbias")
+        steps.append(Memset("dbias"))
     workspace: tuple[Buffer, ...] = ()
-    sums: tuple[tuple[str, str], ...] = ()
-    reduced = [name for name in wanted if name != "q"]
-    if parts > 1:
+    reduced = [name for name in wanted if name != "q"] if parts > 1 else []
+    for name in reduced:
+        step = padding(spec.accumulator)
         held = -(-spec.seqlen_kv // GROUP) * GROUP + GROUP
-        for name in reduced:
-            dim = spec.head_dim if name == "k" else spec.head_dim_v
-            step = padding(spec.accumulator)
-            shape = (pairs * parts, held, -(-dim // step) * step)
-            workspace += (Buffer(f"d{name}_accum", shape, spec.accumulator),)
-            sums += ((f"d{name}_accum", f"d{name}_accum"),)
+        shape = (pairs * parts, held, -(-lengths[name][2] // step) * step)
+        workspace += (Buffer(f"d{name}_accum", shape, spec.accumulator),)
+        named.append(f"d{name}_accum")
+    pointers = (*pointers, *((name, name) for name in named))
     block = params.pack(values)
-    steps: list[Host | Memset] = [Memset(f"d{name}") for name in wanted] if spec.varlen else []
-    entry = _entry(spec, "backward", _has_features(spec))
-    steps.append(Host(entry, pairs * parts, block, (*pointers, *outputs, *sums)))
-    if parts > 1 and reduced:
+    steps.append(Host(_entry(spec, "backward", _has_features(spec)), pairs * parts, block, pointers))
+    if reduced:
         tiles = pairs * -(-spec.seqlen_kv // int(values["aux2"]))
-        steps.append(Host(_entry(spec, "reduce", False), tiles, block, (*pointers, *outputs, *sums)))
+        steps.append(Host(_entry(spec, "reduce", False), tiles, block, pointers))
     return workspace, steps
 
 
-def _bias_step(spec: AttentionSpec, values: Values, pointers: tuple[tuple[str, str], ...]) -> Host:
-    assert spec.bias is not None and spec.bias_shape is not None
-    shape = (1,) * (4 - len(spec.bias_shape)) + tuple(spec.bias_shape)
+def _bias_shape(spec: AttentionSpec) -> tuple[int, ...]:
+    """The bias's own shape with all four axes."""
+    assert spec.bias_shape is not None
+    return (1,) * (4 - len(spec.bias_shape)) + tuple(spec.bias_shape)
+
+
+def _dbias_strides(spec: AttentionSpec) -> dict[str, int]:
+    shape = _bias_shape(spec)
     strides = [0 if n == 1 else s for n, s in zip(shape, row_major(shape), strict=True)]
-    values = {**values, **{f"dbias_stride_{axis}": s for axis, s in zip("bhqk", strides, strict=True)}}
-    counts = (
-        spec.batch, spec.heads_q, -(-spec.seqlen_q // int(values["aux1"])), -(-spec.seqlen_kv // int(values["aux2"]))
-    )  # fmt: skip
-    tiles = 1
-    for stride, count in zip(strides, counts, strict=True):
-        tiles *= count if stride else 1
-    return Host(
-        _entry(spec, "bias_gradient", False), tiles, params.pack(values), (*pointers, ("dbias", "dbias"))
+    return {f"dbias_stride_{axis}": s for axis, s in zip("bhqk", strides, strict=True)}
+
+
+def _bias_on_the_way(spec: AttentionSpec, wants: frozenset[str]) -> bool:
+    """Whether dbias is the score gradient as dq and dk need it anyway: nothing summed, no softcap between."""
+    whole = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_kv)
+    return "bias" in wants and bool(wants & {"q", "k"}) and spec.softcap == 0 and _bias_shape(spec) == whole
+
+
+def _bias_step(spec: AttentionSpec, values: Values, pointers: Pointers) -> Host:
+    """dbias by itself, summed over the axes that bias is broadcast over."""
+    strides = _dbias_strides(spec)
+    row_blocks, key_blocks = (
+        -(-spec.seqlen_q // int(values["aux1"])),
+        -(-spec.seqlen_kv // int(values["aux2"])),
     )
+    tiles = 1
+    counts = (spec.batch, spec.heads_q, row_blocks, key_blocks)
+    for stride, count in zip(strides.values(), counts, strict=True):
+        tiles *= count if stride else 1
+    block = params.pack(values | strides)
+    return Host(_entry(spec, "bias_gradient", False), tiles, block, (*pointers, ("dbias", "dbias")))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -368,7 +385,9 @@ class Prepared:
         for name, shape, dtype in self._workspace:
             held[name] = np.empty(shape, dtype)
         if self._seeded and not isinstance(held["dropout_seed"], np.ndarray):
-            held["dropout_seed"] = np.array([held["dropout_seed"], 0, 0, 0, 0], np.int64)  # as philox.cuh has it
+            held["dropout_seed"] = np.array(
+                [held["dropout_seed"], 0, 0, 0, 0], np.int64
+            )  # as philox.cuh has it
         for name in self._memsets:
             held[name].fill(0)
         run = self._spare.pop() if self._spare else _Run(self._hosts, self._entries)
