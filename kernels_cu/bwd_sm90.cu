@@ -62,8 +62,8 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
 
 // ------------------------------------------------------------------------------------------------ consumers
 struct Consumer {  // where the rings are, from tile to tile
-  Ring q, dout;
-  int tiles, ds_buffer;
+  Ring ring;
+  int tiles;
 };
 
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part, Consumer& c) {
@@ -153,13 +153,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   int m = w.m_end - 1;
   [[maybe_unused]] int head = 0;  // in the group
   auto step = [&]() INLINE {
-    wait_q(c.q, m);
+    wait_q(c.ring, m);
     if (PINGPONG) barrier_sync(ID_TURN + part, 256);
     wgmma_fence();
-    issue_s(c.q.stage);
-    wait_do(c.dout, m);
+    issue_s(c.ring.stage);
+    wait_do(c.ring, m);
     wgmma_fence();
-    issue_dp(c.dout.stage);
+    issue_dp(c.ring.stage);
     if (PINGPONG) barrier_arrive(ID_TURN + 1 - part, 256);
     wgmma_wait<1>();
     touch(s);
@@ -190,8 +190,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
-    const u32 lse_at = base + S_LSE + c.q.stage * ROW_BYTES + row_from;
-    const u32 delta_at = base + S_DELTA + c.dout.stage * ROW_BYTES + row_from;
+    const u32 lse_at = base + S_LSE + c.ring.stage * ROW_BYTES + row_from;
+    const u32 delta_at = base + S_DELTA + c.ring.stage * ROW_BYTES + row_from;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
       const float2 l = shared_load_f2(lse_at + i * 8);
@@ -221,13 +221,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     }
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++)
-      stmatrix_x4_trans(ds_to + c.ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+      stmatrix_x4_trans(ds_to + c.ring.stage * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
     touch(dv);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; k++)  // dV += P^T dO
       Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
-                                operand(base16 + c.dout.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
+                                operand(base16 + c.ring.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
     proxy_fence();
     barrier_sync(ID_DS, 256);
@@ -237,19 +237,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     for (int k = 0; k < BLOCK_N / 16; k++)  // dQ^T = K^T dS^T
       Wgmma<DQ_N>::template ss<1, 0>(
           dq, operand(base16 + (DQ_SPLIT ? part * (BLOCK_N * 8) : 0), S_K + k * 2048, BLOCK_N * 128),
-          operand(base16 + c.ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
+          operand(base16 + c.ring.stage * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
                   S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
           k > 0);
     wgmma_commit();
     wgmma_wait<1>();
     touch(dv);
-    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * c.dout.stage);
+    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * c.ring.stage);
     touch(dk);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; k++)  // dK += dS^T Q
       Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
-                               operand(base16 + c.q.stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+                               operand(base16 + c.ring.stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
     wgmma_wait<1>();
     touch(dq);
@@ -261,10 +261,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     barrier_arrive(ID_DQ_FULL + part, 160);
     wgmma_wait<0>();
     touch(dk);
-    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * c.q.stage);
-    c.q.next(STAGES);
-    c.dout.next(STAGES_DO);
-    c.ds_buffer ^= 1;
+    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * c.ring.stage);
+    c.ring.next();
     m = w.after(m);
     if (ALIBI && m == w.m_end - 1) head++;
   };
@@ -327,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     registers_take<240>();
     dependency_wait();
     const int part = warpgroup - 1;
-    Consumer c{{0, 0}, {0, 0}, 0, 0};
+    Consumer c{{0, 0}, 0};
     if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
 #pragma unroll 1
     for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {

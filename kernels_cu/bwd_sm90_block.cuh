@@ -1,10 +1,11 @@
 // What the main kernels of the Hopper backward share: shared memory, the producer, the key block that a CTA owns, stores of dK and
-// dV. A kernel defines BLOCK_M, BLOCK_N, STAGES (of Q), STAGES_DO, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
+// dV. A kernel defines BLOCK_M, BLOCK_N, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
 // in shared memory) and TILE_READERS (warps that follow the producer's tiles) first. No products here.
 #pragma once
 #include "bwd_sm90.cuh"
 
 #define CONSUMERS 2
+#define STAGES 2  // of Q with LSE and of dO with delta
 #define THREADS (128 * (CONSUMERS + 1))
 
 #define D HEAD_DIM
@@ -21,18 +22,18 @@
 #define S_V (S_K + K_BYTES)
 #define S_Q (S_V + V_BYTES)
 #define S_DO (S_Q + STAGES * Q_BYTES)
-#define S_DS (S_DO + STAGES_DO * DO_BYTES)
+#define S_DS (S_DO + STAGES * DO_BYTES)
 #define S_DQ (S_DS + DS_TILES * DS_BYTES)
 #define S_LSE (S_DQ + DQ_BYTES)
 #define S_DELTA (S_LSE + STAGES * ROW_BYTES)
-#define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
+#define S_BAR (S_DELTA + STAGES * ROW_BYTES)
 #define BAR_K S_BAR
 #define BAR_V (BAR_K + 8)
 #define BAR_Q_FULL (BAR_V + 8)
 #define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
 #define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
-#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
-#define BAR_KV_EMPTY (BAR_DO_EMPTY + 8 * STAGES_DO)
+#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES)
+#define BAR_KV_EMPTY (BAR_DO_EMPTY + 8 * STAGES)
 #define BAR_TILE_FULL (BAR_KV_EMPTY + 8)
 #define BAR_TILE_EMPTY (BAR_TILE_FULL + 8)
 #define S_TILE (BAR_TILE_EMPTY + 8)
@@ -53,10 +54,11 @@ __device__ __forceinline__ u64 operand(u32 base16, u32 offset, u32 leading_bytes
   return (u64)(base16 + (offset >> 4) + ((leading_bytes >> 4) << 16)) | (0x40000040ull << 32);
 }
 
-struct Ring {  // a stage and the parity of its barrier
+struct Ring {  // a stage of Q, dO and dS, and the parity of its barriers
   int stage, parity;
-  __device__ __forceinline__ void next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void next() {
+    stage ^= 1;
+    parity ^= stage ^ 1;
   }
 };
 
@@ -92,7 +94,7 @@ struct Producer {
   const TMap *map_q, *map_k, *map_v, *map_do;
   u32 base;
   bool leader;
-  Ring q, dout;
+  Ring ring;
   int tiles;  // whose keys have been loaded
 
   __device__ __forceinline__ void load_keys(const Work& w) {
@@ -115,25 +117,24 @@ struct Producer {
 
   // Q, dO and their row sums of one query block; `sums` is its place among these.
   __device__ __forceinline__ void load_queries(const Params& p, int row, int head, int batch, i64 sums) {
-    const u32 full_q = base + BAR_Q_FULL + 8 * q.stage, full_do = base + BAR_DO_FULL + 8 * dout.stage;
-    mbarrier_wait(base + BAR_Q_EMPTY + 8 * q.stage, q.parity);
+    const u32 full_q = base + BAR_Q_FULL + 8 * ring.stage, full_do = base + BAR_DO_FULL + 8 * ring.stage;
+    mbarrier_wait(base + BAR_Q_EMPTY + 8 * ring.stage, ring.parity);
     if (leader) {
       mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_Q + q.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row, head, batch, full_q);
-      bulk_load(base + S_LSE + q.stage * ROW_BYTES, (const float*)p.scratch + sums, ROW_BYTES, full_q);
+        tma_load(base + S_Q + ring.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row, head, batch, full_q);
+      bulk_load(base + S_LSE + ring.stage * ROW_BYTES, (const float*)p.scratch + sums, ROW_BYTES, full_q);
     }
-    mbarrier_wait(base + BAR_DO_EMPTY + 8 * dout.stage, dout.parity);
+    mbarrier_wait(base + BAR_DO_EMPTY + 8 * ring.stage, ring.parity);
     if (leader) {
       mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_DO + dout.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row, head, batch, full_do);
-      bulk_load(base + S_DELTA + dout.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
+        tma_load(base + S_DO + ring.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row, head, batch, full_do);
+      bulk_load(base + S_DELTA + ring.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
     }
-    q.next(STAGES);
-    dout.next(STAGES_DO);
+    ring.next();
   }
 
   __device__ __forceinline__ void load(const Params& p, const Work& w) {
@@ -172,7 +173,7 @@ __device__ __forceinline__ int next_tile(u32 base, int i) {
 __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
                                         const TMap* map_do, u32 base) {
   dependency_wait();
-  Producer producer{map_q, map_k, map_v, map_do, base, threadIdx.x == 0, {0, 1}, {0, 1}, 0};
+  Producer producer{map_q, map_k, map_v, map_do, base, threadIdx.x == 0, {0, 1}, 0};
   for (int i = 0, index; (index = read_tile(base, i)) >= 0; i++) {
     const Work w = work_of(p, index);
     if (!w.hidden()) producer.load(p, w);
@@ -271,8 +272,6 @@ __device__ __forceinline__ void init_barriers(u32 base) {
   for (int i = 0; i < STAGES; i++) {
     mbarrier_init(base + BAR_Q_FULL + 8 * i, 1);
     mbarrier_init(base + BAR_Q_EMPTY + 8 * i, 4 * CONSUMERS);
-  }
-  for (int i = 0; i < STAGES_DO; i++) {
     mbarrier_init(base + BAR_DO_FULL + 8 * i, 1);
     mbarrier_init(base + BAR_DO_EMPTY + 8 * i, 4 * CONSUMERS);
   }

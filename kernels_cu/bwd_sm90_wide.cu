@@ -30,7 +30,7 @@ __device__ __forceinline__ void add_gradient(float (&x)[64], u32 base16, u32 lef
 
 struct Consumer {  // where the rings are, from tile to tile
   Ring ring;
-  int tiles, buffer;
+  int tiles;
 };
 
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part, Consumer& c) {
@@ -91,8 +91,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     product(dp, S_V, S_DO + stage * DO_BYTES, half);
     wgmma_commit();
   };
-  auto step = [&](int buffer, auto is_last) INLINE {
+  auto step = [&](auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
+    const int buffer = ring.stage;
     wgmma_wait<0>();
     touch(s);
     touch(dp);
@@ -130,7 +131,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     barrier_sync(ID_DS, 256);
     base16 = uniform<0>(base16);
     const int stage = uniform<0>(ring.stage), half = uniform<0>(part);
-    const u32 p_tile = S_DS + 2 * uniform<0>(buffer) * DS_BYTES, ds_tile = p_tile + DS_BYTES;
+    const u32 p_tile = S_DS + 2 * stage * DS_BYTES, ds_tile = p_tile + DS_BYTES;
     float dq[64];
     touch(dk);
     touch(dv);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     const Ring now = ring;
     m = w.after(m);
     if (m == w.m_end - 1) head++;
-    ring.next(STAGES);
+    ring.next();
     if (!last) {
       load(ring, m);
       wgmma_wait<1>();
@@ -176,9 +177,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   if (left > 0) {
     load(ring, m);
 #pragma unroll 1
-    for (; left > 1; c.buffer ^= 1) step(c.buffer, False());
-    step(c.buffer, True());
-    c.buffer ^= 1;
+    while (left > 1) step(False());
+    step(True());
   }
 
   barrier_sync(ID_DS, 256);  // K and V are free
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_take<240>();
     dependency_wait();
-    Consumer c{{0, 0}, 0, 0};
+    Consumer c{{0, 0}, 0};
 #pragma unroll 1
     for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
       const Work w = work_of(p, index);

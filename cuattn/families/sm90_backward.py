@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..device import Device
 
 THREADS = 384
+STAGES = 2  # of Q, and of dO
 SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
 
 
@@ -29,8 +30,6 @@ class Tile:
     head_dim: int  # rounded up
     block_m: int
     block_n: int
-    stages: int
-    stages_do: int
     ds_tiles: int  # tiles of P or dS in shared memory
     dq_tile: bool  # whether dQ passes through shared memory
     pingpong: int
@@ -39,10 +38,10 @@ class Tile:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory, the slack for 1024-byte alignment included."""
-        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
+        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * 2 * STAGES)
         exchanged = 2 * self.ds_tiles * self.block_m * self.block_n
         sums = 4 * self.block_m * self.head_dim * self.dq_tile
-        rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 64
+        rows = (4 * self.block_m + 16) * 2 * STAGES + 64
         return 1024 + operands + exchanged + sums + rows
 
 
@@ -50,9 +49,9 @@ class Tile:
 # 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share
 # 64 keys, or dK and dV would not fit.
 TILES = {
-    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 2, True, 0, 0),
-    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 2, True, 1, 0),
-    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, 4, False, 0, 0),
+    64: Tile("bwd_sm90", 64, 128, 128, 2, True, 0, 0),
+    128: Tile("bwd_sm90", 128, 80, 128, 2, True, 1, 0),
+    256: Tile("bwd_sm90_wide", 256, 64, 64, 4, False, 0, 0),
 }
 
 
@@ -269,8 +268,6 @@ def _launches(
         ("ALIBI", int(spec.alibi_slopes is not None)),
     )
     pipeline = (
-        ("STAGES", tile.stages),
-        ("STAGES_DO", tile.stages_do),
         ("PINGPONG", tile.pingpong),
         ("V_REGS", tile.v_regs),
     )
