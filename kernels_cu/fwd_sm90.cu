@@ -23,9 +23,8 @@
 #include "fwd_sm90.cuh"
 #include "philox.cuh"
 
-#ifndef PRESET
-#define PRESET (LOOP_MASKS && !SOFTCAP && !SCATTERED && !(VARIABLE && HAS_LEFT))
-#endif
+// Masks of the loop's steps go in before the product: pays with wide heads only; see Consumer::preset.
+#define PRESET (LOOP_MASKS && HEAD_DIM > 128 && !SOFTCAP && !SCATTERED && !VARIABLE)
 
 // Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
 #define NATURAL (BIAS > 0)
@@ -86,7 +85,7 @@ struct Consumer {
     u64 q = q_desc + buffer * (Q_BYTES >> 4);
     const u64 k = k_desc + (u64)((i % STAGES) * (K_BYTES >> 4));
     // fresh in each step: ptxas would keep every slab's descriptor in uniform registers, more than there are
-    if (FRESH) q = (q & 0xffffffff00000000ull) | (u32)uniform((int)(u32)q);
+    if (HEAD_DIM > 128) q = (q & 0xffffffff00000000ull) | (u32)uniform((int)(u32)q);
 #pragma unroll
     for (int x = 0; x < HEAD_DIM / 16; x++)
       Wgmma<BLOCK_N>::ss<0, 0>(s, q + (x >> 2) * (BLOCK_M * 128 >> 4) + 2 * (x & 3), k + (x >> 2) * (BLOCK_N * 128 >> 4) + 2 * (x & 3),
@@ -115,9 +114,8 @@ struct Consumer {
     for (int i = 0; i < BLOCK_N / 2; i++) s[i] -= slope * fabsf((i & 2 ? d1 : d0) - (8 * (i >> 2) + (i & 1)));
 #endif
   }
-  // PRESET: hidden scores start as -infinity, the others as 0, and the product is added. So the loop has no branch between
-  // product and softmax. NOTE: -infinity + NaN is NaN: only where every key of the block is seen by some row of the tile,
-  // or cut off by the maps.
+  // PRESET: hidden scores start as -infinity, the others as 0, and the product is added: no branch between product and
+  // softmax. NOTE: -infinity + NaN is NaN: only where keys that nothing sees are cut off by the maps.
   __device__ __forceinline__ void preset(int n) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i++) s[i] = 0.f;

@@ -19,9 +19,6 @@
 #define SLOT_BYTES 48
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
 #define STAGED (Q_BUFFERS > 1)
-#ifndef FRESH
-#define FRESH (HEAD_DIM > 128)
-#endif
 #define NEG_INF __int_as_float(0xff800000)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f

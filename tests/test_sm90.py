@@ -10,7 +10,7 @@ import pytest
 from cuattn import params
 from cuattn.device import A100, H200
 from cuattn.families import sm90
-from cuattn.spec import AttentionSpec, Signature, bind, row_major
+from cuattn.spec import AttentionSpec, Operand, Signature, bind, row_major
 
 DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 200, 256)
 # bytes stored and loaded by the producer thread (32 registers with three consumer warpgroups), once a tile
@@ -65,6 +65,9 @@ def test_refusals_say_why() -> None:
     assert "9.0" in str(sm90.refuses(spec_of(), A100))
     assert "float32" in str(sm90.refuses(spec_of(dtype="float32"), H200))
     assert "multiples of 8" in str(sm90.refuses(spec_of(100), H200))
+    masked = spec_of(256)
+    masked = replace(masked, mask=Operand("bool", (2, 4, 1000, 1000), (0, 0, 1000, 1)))
+    assert "up to 128" in str(sm90.refuses(masked, H200))
     assert "softmax_scale" in str(sm90.refuses(spec_of(softmax_scale=-1.0), H200))
     spec = spec_of()
     shifted = replace(spec, k=replace(spec.k, align=8))
@@ -74,7 +77,7 @@ def test_refusals_say_why() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_program(head_dim: int, causal: bool) -> None:
-    spec = spec_of(head_dim, causal=causal)
+    spec = long_spec(head_dim, causal=causal)
     program = sm90.forward(spec, H200)
     launch = program.steps[-1]
     assert program.inputs == ("q", "k", "v")
@@ -84,9 +87,10 @@ def test_the_program(head_dim: int, causal: bool) -> None:
         assert tensor_map.box[0] * 2 <= tensor_map.swizzle
     assert len(launch.block_words) == 8 * len(params.FIELDS)
     assert launch.grid[0] <= H200.sm_count
-    # tiles of equal work need no counter, and with it no second launch
+    # tiles of equal work, or few of them, need no counter, and with it no second launch
     assert len(program.steps) == (2 if causal else 1)
     assert launch.dependent == causal
+    assert len(sm90.forward(spec_of(head_dim, causal=causal), H200).steps) == 1
 
 
 def test_tiles_follow_the_work() -> None:

@@ -294,7 +294,7 @@ def feature_arrays(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, head_dim: int, causal: bool) -> None:
     """As good as plain attention; then NaN goes wherever nothing looks, and no bit may change."""

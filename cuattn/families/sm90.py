@@ -6,7 +6,7 @@ backward is in ``sm90_backward``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import params
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = 232_448  # bytes a block may have
 ROWS_LIMIT = 1 << 29  # rows and offsets beyond this would overflow 32-bit coordinates
 STRIDE, COUNTER = 0, 1  # SCHEDULE in fwd_sm90.cu
-SHORT_CAUSAL = 1536  # keys; measured at 1k and 4k, between them by a model of both
+SHORT_CAUSAL = 1536  # keys; smaller tiles won at 1k and lost at 2k
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +58,43 @@ def _rounded(head_dim: int) -> int:
     return next(d for d in (64, 96, 128, 192, 256) if head_dim <= d)
 
 
-def _short(spec: AttentionSpec, device: Device) -> bool:
+def _tiles(spec: AttentionSpec, block_m: int) -> int:
+    return -(-spec.seqlen_q // block_m) * spec.heads_q * spec.batch
+
+
+def _few_rows(spec: AttentionSpec, device: Device) -> bool:
     """Whether 128 rows a tile leave SMs idle, or most of a tile's rows empty; then 64 are better."""
-    tiles = -(-spec.seqlen_q // 128) * spec.heads_q * spec.batch
     uneven = common.hides_right(spec) and spec.seqlen_q > 128  # the longest tile then decides
-    return spec.seqlen_q <= 64 or tiles <= device.sm_count // (1 if uneven else 2)
+    return spec.seqlen_q <= 64 or _tiles(spec, 128) <= device.sm_count // (1 if uneven else 2)
 
 
 def tile(spec: AttentionSpec, device: Device) -> Tile:
-    """The tile for a spec: registers (64 rows a warpgroup) and 227 KB of shared memory decide."""
+    """The tile for a spec: registers (64 rows a warpgroup) and 227 KB of shared memory decide.
+
+    What is not forced by them was measured; see docs/performance/hopper_forward.md.
+    """
     d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
-    schedule = COUNTER if common.hides_right(spec) or common.hides_left(spec) or spec.variable else STRIDE
-    small = d <= 128 and dv <= 128
-    rows = 64 if _short(spec, device) else 128
+    equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
+    few = _few_rows(spec, device)
     if _featured(spec):  # a thread's 32 scores are bits of a word
-        return Tile(d, dv, rows, 64, 3 if small else 2, 3 if small else 1, 0, 1, COUNTER)
-    long = spec.seqlen_kv > SHORT_CAUSAL or not common.hides_right(spec)
-    if d <= 64 and dv <= 64 and rows == 128 and long:  # three warpgroups hide exponentials behind each other
-        return Tile(d, dv, 192, 128, 2, 3, 1, 1, schedule)
-    if small:
-        return Tile(d, dv, rows, 128, 2, 3, 0, 1, schedule)
-    if d <= 192 and dv <= 128:
-        return Tile(d, dv, rows, 128, 2, 1, 0, 1, schedule)  # no room for a second Q
-    if d <= 192 and dv <= 192:
-        return Tile(d, dv, rows, 112, 2, 1, 0, 1, schedule)
-    return Tile(d, dv, rows, 80, 2, 1, 0, 1, schedule)  # O alone takes 128 registers
+        found = Tile(d, dv, 128, 64, 3, 3, 0, 1, COUNTER)
+    elif max(d, dv) <= 128 and few:
+        found = Tile(d, dv, 64, 128, 2, 3, 0, 1, COUNTER)
+    elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
+        found = Tile(d, dv, 128, 128, 3, 3, 0, 1, COUNTER)
+    elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
+        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, int(equal), COUNTER)
+    elif max(d, dv) <= 128:
+        found = Tile(d, dv, 128, 128, 2, 3, 0, 1, COUNTER, early_exps=1)
+    elif dv <= 128 and d <= 192:
+        found = Tile(d, dv, 128, 128, 2, 1, 0, 1, COUNTER)  # no room for a second Q
+    elif max(d, dv) <= 192:
+        found = Tile(d, dv, 128, 112, 2, 1, 0, 1, COUNTER)
+    else:  # O alone takes 128 registers
+        found = Tile(d, dv, 128, 80, 2, 1, 0, 0, COUNTER, late_rescale=1)
+    if equal or _tiles(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
+        found = replace(found, schedule=STRIDE)
+    return found
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -97,6 +109,8 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"TMA needs head dims that are multiples of 8, got {spec.head_dim} and {spec.head_dim_v}"
     if spec.head_dim > 256 or spec.head_dim_v > 256:
         return "takes head dims up to 256"
+    if _featured(spec) and max(spec.head_dim, spec.head_dim_v) > 128:
+        return "takes bias, mask, segments and dropout with head dims up to 128"
     for name in ("q", "k", "v"):
         reason = _unaligned(name, getattr(spec, name))
         if reason:
@@ -231,7 +245,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
     """The forward program of a spec that ``refuses`` does not refuse; ``t`` overrides the tile."""
     t = t or tile(spec, device)
     assert t.shared_memory <= SHARED_MEMORY, t
-    tiles = -(-spec.seqlen_q // t.block_m) * spec.heads_q * spec.batch
+    tiles = _tiles(spec, t.block_m)
     rows = _visible(spec)
     inputs = common.operands(spec)
     words = _words(spec, t, tiles)
