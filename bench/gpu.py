@@ -266,15 +266,17 @@ def measure(calls: dict[str, Callable[[], Any]], flops: float) -> dict[str, dict
     }
 
 
-def run_cell(cell: Cell, backward: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def run_cell(
+    cell: Cell, backward: bool, names: list[str]
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """(TFLOP/s by implementation, reasons of those that did not run)."""
     import torch
 
     inputs = make_inputs(cell)
     calls, skipped = {}, {}
-    for name, make in IMPLEMENTATIONS.items():
+    for name in names:
         try:
-            call = make(cell, inputs)[backward]
+            call = IMPLEMENTATIONS[name](cell, inputs)[backward]
             if call is None:
                 continue
             for _ in range(2):
@@ -327,6 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("direction", choices=("fwd", "bwd"))
     parser.add_argument("--cells", default="", help="only cells whose name contains this")
+    parser.add_argument("--peers", default=",".join(list(IMPLEMENTATIONS)[1:]), help="comma-separated")
     parser.add_argument("--seconds", type=float, default=300.0, help="start no cell after this long")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     arguments = parser.parse_args()
@@ -334,11 +337,12 @@ def main() -> None:
     import torch
 
     torch.manual_seed(0)
+    names = ["cuattn", *(name for name in arguments.peers.split(",") if name)]
     started, rows = time.monotonic(), []
     for cell in cells():
         if arguments.cells not in cell.name or time.monotonic() - started > arguments.seconds:
             continue
-        rates, skipped = run_cell(cell, arguments.direction == "bwd")
+        rates, skipped = run_cell(cell, arguments.direction == "bwd", names)
         rows.append({"cell": asdict(cell), "tflops": rates, "skipped": skipped})
         print(_line(cell, rates), *(f"[{name}: {why}]" for name, why in skipped.items()), flush=True)
         torch.cuda.empty_cache()
