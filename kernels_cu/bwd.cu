@@ -13,8 +13,6 @@
 #endif
 #define NEED_DS (WANT_DQ || WANT_DK)
 #define SHARE_P (WARPS_M > 1)
-// A window's blocks of keys begin at queries that earlier blocks reach last: taken from the end, they find their turns free.
-#define DESCENDING (DETERMINISTIC && HAS_LEFT)
 
 #define KEYS (BLOCK_N / WARPS_N)     // of a warp
 #define QUERIES (BLOCK_M / WARPS_M)  // of a warp, SUB_M at a time
@@ -24,13 +22,10 @@
 #define DT_V (HEAD_DIM_V / WARPS_M / 8)
 #define DQ_WARPS_D (WARPS_N * WARPS_M / DQ_WARPS_M)
 #define DQ_MT (BLOCK_M / DQ_WARPS_M / 16)
-#ifndef DQ_PARTS
-#define DQ_PARTS 1  // column parts of dQ that follow one another, where registers do not hold all
-#endif
-#define DQ_DT (HEAD_DIM / DQ_PARTS / DQ_WARPS_D / 8)
+#define DQ_DT (HEAD_DIM / DQ_WARPS_D / 8)
 
 static_assert(KEYS % 16 == 0 && QUERIES % SUB_M == 0 && SUB_M % 16 == 0, "warps own whole 16 x 16 patches");
-static_assert(HEAD_DIM / DQ_PARTS % (16 * DQ_WARPS_D) == 0 && BLOCK_M % (16 * DQ_WARPS_M) == 0, "so do they of dQ");
+static_assert(HEAD_DIM % (16 * DQ_WARPS_D) == 0 && BLOCK_M % (16 * DQ_WARPS_M) == 0, "so do they of dQ");
 static_assert(THREADS >= 2 * BLOCK_M, "a thread copies one element of LSE or delta");
 
 using QTile = Tile<BLOCK_M, HEAD_DIM>;
@@ -50,7 +45,6 @@ using STile = Tile<BLOCK_N, BLOCK_M>;  // P and dS, transposed
 // Row of shared memory, in rows of tile T, where SMEM_* starts: added to a patch's row it costs no register.
 #define ROW_OF(T, start) ((start) / T::kRowBytes)
 static_assert(SMEM_LSE % 1024 == 0, "tiles start on whole rows");
-static_assert(DQ_PARTS == 1 || HEAD_DIM / DQ_PARTS % KTile::kPage == 0, "parts are whole pages");
 
 // c += a b for one k step whose rows of TB start at `row`; the columns are every STRIDE-th 16 from `base` on.
 template <typename TB, int STRIDE, int M, int N>
@@ -80,14 +74,13 @@ struct Work {
 };
 
 DEVICE Work load_work(const Params& p, int block) {
-  // Blocks run through the key blocks of aux4 heads together: the earliest, which a causal mask makes the longest, first;
-  // DESCENDING: the latest first.
+  // Blocks run through the key blocks of aux4 heads together: the earliest, which a causal mask makes the longest, first.
   const int heads = (int)(p.heads_q / p.aux7), all = heads * (int)p.batch, blocks = (int)p.aux3, section_heads = (int)p.aux4;
   const int section = block / (section_heads * blocks), rest = block % (section_heads * blocks);
   const int here = min(section_heads, all - section * section_heads);
   const int index = section * section_heads + rest % here;
   Work w;
-  w.block = uniform(DESCENDING ? blocks - 1 - rest / here : rest / here);
+  w.block = uniform(rest / here);
   w.entry = load_entry(p, uniform(index / heads));
   w.head = uniform(index % heads * (int)p.aux7);
   w.head_kv = w.head / (int)(p.heads_q / p.heads_kv);
@@ -177,30 +170,24 @@ DEVICE void store_scores(const Acc<M, N>& c, u32 base, int row) {
 
 // The turn of this block of keys among those that add to query block m of `head`: how many come before it.
 DEVICE int turn_of(const Params& p, const Work& w, int head, int m) {
-  const Entry& e = w.entry;
-  int first = HAS_LEFT ? max(0, m * BLOCK_M + e.diagonal_left) / BLOCK_N : 0, end = w.block;
-  if (DESCENDING) {
-    const Range keys = key_range(e, m * BLOCK_M, min((m + 1) * BLOCK_M, e.seqlen_q));
-    first = w.block + 1;
-    end = (keys.last + BLOCK_N - 1) / BLOCK_N;
-  }
+  const int first = HAS_LEFT ? max(0, m * BLOCK_M + w.entry.diagonal_left) / BLOCK_N : 0;
 #if MASK || SEGMENTS
-  const u32* row = live_row(p, e.batch, head, m);
+  const u32* row = live_row(p, w.entry.batch, head, m);
   int turn = 0;
-  for (int word = first / 32; word * 32 < end; word++) {
+  for (int word = first / 32; word * 32 < w.block; word++) {
     u32 bits = row[word];
     if (word * 32 < first) bits &= ~0u << first % 32;
-    if (word * 32 + 32 > end) bits &= (1u << end % 32) - 1;
+    if (word * 32 + 32 > w.block) bits &= (1u << w.block % 32) - 1;
     turn += __popc(bits);
   }
   return turn;
 #endif
-  return end - first;
+  return w.block - first;
 }
 
 #if WANT_DQ
-// Columns of dQ of a block of queries += dS K: every DQ_WARPS_D-th 16 of a part.
-DEVICE void add_dq_part(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
+// dQ of a block of queries += dS K.
+DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
   Acc<DQ_MT, DQ_DT> dq;
   dq.zero();
 #pragma unroll
@@ -225,15 +212,6 @@ DEVICE void add_dq_part(u32 s_columns, u32 k_columns, float* tile, int warp, int
       for (int i = 0; i < 4; i++) red_add(to + accum_index(lane, i), x[i]);
 #endif
     }
-  }
-}
-
-DEVICE void add_dq(u32 s_columns, u32 k_columns, float* tile, int warp, int lane) {
-#pragma unroll 1
-  for (int part = 0; part < DQ_PARTS; part++) {
-    add_dq_part(s_columns, k_columns, tile, warp, lane);
-    k_columns += HEAD_DIM / DQ_PARTS / KTile::kPage * KTile::kPageBytes;
-    tile += HEAD_DIM / DQ_PARTS * 16;
   }
 }
 #endif
@@ -371,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd(const __gr
     const u32 q_stage = stage * QTile::kBytes, do_stage = stage * DoTile::kBytes;
     const int row0 = m * BLOCK_M;
     const Range whole = query_range_of_all(w.entry, opaque(w.first_key), opaque(w.first_key) + BLOCK_N);
-    const bool bounded = w.first_key + BLOCK_N > w.entry.seqlen_kv || row0 < whole.first ||
+    const bool bounded = MASK || SEGMENTS || w.first_key + BLOCK_N > w.entry.seqlen_kv || row0 < whole.first ||
                          row0 + BLOCK_M > min(whole.last, w.rows.last);
 #pragma unroll UNROLL_SUB
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {

@@ -3,9 +3,10 @@
 //
 // A block of threads owns one tile of the bias (a broadcast axis counts 1) and one of aux0 parts of the tiles of S that
 // add to it; with several parts, part i writes float32 to scratch + i * (elements of the bias), and bwd_dbias_sum adds them
-// up. aux1, aux2: batches and heads of the bias; aux4: its elements. WARPS: of a block, a strip of keys each.
+// up. aux1, aux2: batches and heads of the bias; aux4: its elements.
 #include "bwd.cuh"
 
+#define WARPS 4
 #define THREADS (32 * WARPS)
 #define MT (BLOCK_N / WARPS / 16)
 #define NT (BLOCK_M / 8)

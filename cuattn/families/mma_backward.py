@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import params
 from ..program import Buffer, Kernel, Launch, Memset, Program
-from ..tiles import BACKWARD, BACKWARD_BIAS, HEAD_DIMS, BackwardTile
+from ..tiles import BACKWARD, BACKWARD_BIAS, BACKWARD_BIASED, HEAD_DIMS, BackwardTile
 from . import common
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def main_kernel(plan: _Plan) -> Kernel:
     tile, wants = plan.tile, plan.wants
     defines = plan.defines(
         "SINKS", BLOCK_N=tile.block_n, WARPS_N=tile.warps_n, WARPS_M=tile.warps_m, SUB_M=tile.sub_m,
-        STAGES=tile.stages, DQ_WARPS_M=tile.dq_warps_m, DQ_PARTS=tile.dq_parts, MIN_BLOCKS=tile.min_blocks,
+        STAGES=tile.stages, DQ_WARPS_M=tile.dq_warps_m, MIN_BLOCKS=tile.min_blocks,
         DETERMINISTIC=int(plan.spec.deterministic), WANT_DQ=int("q" in wants), WANT_DK=int("k" in wants),
         WANT_DV=int("v" in wants),
     )  # fmt: skip
@@ -252,16 +252,16 @@ def _dbias(plan: _Plan) -> list[Launch]:
     }
     words = plan.block_words(**strides, aux0=bias.parts, aux1=b, aux2=h, aux4=bias.elements)
     tile = bias.tile
-    defines = plan.defines("SINKS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WARPS=tile.warps_n)
+    defines = plan.defines("SINKS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n)
     scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
     pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
     shared = tile.shared_memory(rounded(plan.spec.head_dim), rounded(plan.spec.head_dim_v))
     kernel = Kernel("bwd_dbias", "bwd_dbias", defines)
-    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), tile.threads, shared, words, pointers)]
+    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), THREADS, shared, words, pointers)]
     if bias.parts > 1:
         add = Kernel("bwd_dbias", "bwd_dbias_sum", defines)
-        grid = -(-bias.elements // tile.threads)
-        steps.append(Launch(add, (grid, 1, 1), tile.threads, 0, words, (("dbias", "dbias"), *scratch)))
+        grid = -(-bias.elements // THREADS)
+        steps.append(Launch(add, (grid, 1, 1), THREADS, 0, words, (("dbias", "dbias"), *scratch)))
     return steps
 
 
@@ -296,7 +296,7 @@ def backward(
     Inputs are the forward's with out, lse, dout and, with ``spec.dlse``, dlse; outputs are d<name> for each
     of ``wants`` (of ``spec.GRADIENTS``), in the caller's layout.
     """
-    tile = tile or _fitting(BACKWARD, spec, device)
+    tile = tile or _fitting(BACKWARD if spec.bias is None else BACKWARD_BIASED, spec, device)
     assert tile is not None, "refuses() was not asked"
     plan = _Plan(spec, device, wants, tile)
     names = tuple(x for x in ("q", "k", "v", "bias", "sinks") if x in wants)
