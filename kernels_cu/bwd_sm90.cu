@@ -1,6 +1,5 @@
 // Attention backward for Hopper (sm_90a), fp16 and bf16: dK and dV of one key block per CTA, dQ added up in float32.
-// A warp that loads (TMA), one that hands out tiles, two that add finished dQ tiles to global memory, two consumer warpgroups of 64
-// keys each.
+// One producer warp (TMA), two warps that add finished dQ tiles to global memory, two consumer warpgroups of 64 keys each.
 // Scores are kept transposed (keys by queries): P^T and dS^T are then wgmma's A operand as they lie in registers, and only
 // dS passes through shared memory. Steps: bwd_sm90_delta.cu before, bwd_sm90_convert.cu after.
 //
@@ -14,7 +13,6 @@
 #define V_REGS 0
 #endif
 #define DS_TILES 2
-#define TILE_READERS 11  // two warpgroups, the warp that loads and the two that write dQ
 #define DQ_BYTES (BLOCK_M * HEAD_DIM * 4)
 #include "bwd_sm90_block.cuh"
 
@@ -22,9 +20,22 @@
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
 
 // ------------------------------------------------------------------------------------------------ dQ writers
-// How many key blocks add to query block m before block n: they take turns in their order.
-__device__ __forceinline__ int turn_of(const Work& w, int m) {
-  return HAS_LEFT ? w.n - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N : w.n;
+// How many key blocks are to have added to query block m before block n does: groups of aux4 key blocks (resident as a whole) one
+// after the other, within a group in the order in which its CTAs come by.
+__device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
+  const int blocks = ceil_div(w.seen.keys, BLOCK_N), width = (int)p.aux4, first = w.n / width * width;
+  int before = first, end = min(first + width, blocks), lead = end - 1;
+#if HAS_LEFT
+  before = max(0, first - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N);
+#endif
+#if HAS_RIGHT
+  lead = min(lead, (min(m * BLOCK_M + BLOCK_M, w.seen.rows) - 1 + w.seen.right) / BLOCK_N);
+#elif !HAS_LEFT
+  const int size = end - first;  // m_first of the group's CTAs lies spread over the query blocks
+  lead = first + ceil_div((m + 1) * size, w.m_end) - 1;
+  if (lead < w.n) lead += size;
+#endif
+  return before + lead - w.n;
 }
 
 // Adds warpgroup `part`'s half of each dQ tile to global memory. Who has the first turn stores, so that nothing needs to be zeroed;
@@ -32,13 +43,15 @@ __device__ __forceinline__ int turn_of(const Work& w, int m) {
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
   const int group = (int)(p.heads_q / p.heads_kv);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
-  barrier_arrive(ID_DQ_EMPTY + part, 160);
+  int left = group * w.blocks();
+  if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+  dependency_wait();
   for (int g = 0; g < group; g++) {
     const i64 sums = first_sum(p, w.seen, w.head_kv * group + g);
-    for (int i = 0, m = w.m_end - 1; i < w.blocks(); i++, m--) {
+    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
       float* dst = p.dq_accum + (sums + m * BLOCK_M) * D + part * (BLOCK_M * D / 2);
       int* turns = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
-      const int turn = turn_of(w, m);
+      const int turn = turn_of(p, w, m);
       if (lane == 0 && turn > 0) wait_for_turn(turns, DETERMINISTIC ? turn : 1);
       barrier_sync(ID_DQ_FULL + part, 160);
       if (lane == 0) {
@@ -51,7 +64,7 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
         bulk_wait_read<0>();
       }
       __syncwarp();
-      barrier_arrive(ID_DQ_EMPTY + part, 160);
+      if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
       if (lane == 0 && (DETERMINISTIC || turn == 0)) {
         bulk_wait<0>();
         pass_turn(turns);
@@ -61,12 +74,7 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
-struct Consumer {  // where the rings are, from tile to tile
-  Ring ring;
-  int tiles;
-};
-
-__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part, Consumer& c) {
+__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = (int)(p.heads_q / p.heads_kv), steps = group * w.blocks();
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
@@ -150,17 +158,20 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
   };
 
-  int m = w.m_end - 1;
+  Ring rq{0, 0}, rdo{0, 0};
+  int m = w.m_first, left = steps;
   [[maybe_unused]] int head = 0;  // in the group
-  auto step = [&]() INLINE {
-    wait_q(c.ring, m);
+  auto step = [&](int ds_buffer, auto is_last) INLINE {
+    constexpr bool last = decltype(is_last)::value;
+    const int q_stage = rq.stage, next_m = w.after(m);
+    wait_q(rq, m);
     if (PINGPONG) barrier_sync(ID_TURN + part, 256);
     wgmma_fence();
-    issue_s(c.ring.stage);
-    wait_do(c.ring, m);
+    issue_s(rq.stage);
+    wait_do(rdo, m);
     wgmma_fence();
-    issue_dp(c.ring.stage);
-    if (PINGPONG) barrier_arrive(ID_TURN + 1 - part, 256);
+    issue_dp(rdo.stage);
+    if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
     wgmma_wait<1>();
     touch(s);
 #if TRANSFORM
@@ -190,8 +201,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
-    const u32 lse_at = base + S_LSE + c.ring.stage * ROW_BYTES + row_from;
-    const u32 delta_at = base + S_DELTA + c.ring.stage * ROW_BYTES + row_from;
+    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
+    rq.next(STAGES);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
       const float2 l = shared_load_f2(lse_at + i * 8);
@@ -203,9 +214,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_wait<0>();
     touch(dp);
     u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
+    const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {
-      const float2 d = shared_load_f2(delta_at + i * 8);
+      float2 d = shared_load_f2(delta_at + i * 8);
       pp[i / 2] = pack_half2(s[i], s[i + 1]);
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
 #if SOFTCAP
@@ -221,13 +233,22 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     }
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++)
-      stmatrix_x4_trans(ds_to + c.ring.stage * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+      stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+    auto add_dk = [&]() INLINE {  // dK += dS^T Q
+      touch(dk);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < BLOCK_M / 16; k++)
+        Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
+                                 operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+      wgmma_commit();
+    };
     touch(dv);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; k++)  // dV += P^T dO
       Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
-                                operand(base16 + c.ring.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
+                                operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
     proxy_fence();
     barrier_sync(ID_DS, 256);
@@ -237,20 +258,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     for (int k = 0; k < BLOCK_N / 16; k++)  // dQ^T = K^T dS^T
       Wgmma<DQ_N>::template ss<1, 0>(
           dq, operand(base16 + (DQ_SPLIT ? part * (BLOCK_N * 8) : 0), S_K + k * 2048, BLOCK_N * 128),
-          operand(base16 + c.ring.stage * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
+          operand(base16 + ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
                   S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
           k > 0);
     wgmma_commit();
     wgmma_wait<1>();
     touch(dv);
-    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * c.ring.stage);
-    touch(dk);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; k++)  // dK += dS^T Q
-      Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
-                               operand(base16 + c.ring.stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
-    wgmma_commit();
+    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+    add_dk();
     wgmma_wait<1>();
     touch(dq);
     barrier_sync(ID_DQ_EMPTY + part, 160);
@@ -259,16 +274,17 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
                       __float_as_uint(dq[4 * i + 3]));
     barrier_arrive(ID_DQ_FULL + part, 160);
+    rdo.next(STAGES_DO);
     wgmma_wait<0>();
     touch(dk);
-    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * c.ring.stage);
-    c.ring.next();
-    m = w.after(m);
-    if (ALIBI && m == w.m_end - 1) head++;
+    if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
+    m = next_m;
+    if (ALIBI && m == w.m_first) head++;
+    left--;
   };
 
-  mbarrier_wait(base + BAR_K, c.tiles & 1);
-  mbarrier_wait(base + BAR_V, c.tiles & 1);
+  mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
+  mbarrier_wait(base + BAR_V, 0);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
@@ -281,20 +297,23 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                 v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3]);
   }
 #endif
+  if (steps > 0) {
+    if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
+    int buffer = 0;
 #pragma unroll 1
-  for (int left = steps; left > 0; left--) step();
-  if (lane == 0) mbarrier_arrive(base + BAR_KV_EMPTY);
-  c.tiles++;
+    for (; left > 1; buffer ^= 1) step(buffer, False());
+    step(buffer, True());
+  }
 
+  dependency_wait();
   const i64 at = key0 + part * 64;
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
   const int rows = keys - part * 64;
-  const u32 stage = base + S_DQ + part * (DQ_BYTES / 2);  // this warpgroup's half of the dQ tile, once it has been read
-  barrier_sync(ID_DQ_EMPTY + part, 160);
-  store_gradient<DV>(dv, 1.f, stage, 8192, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
-  __syncwarp();
-  store_gradient<D>(dk, softmax_scale, stage, 8192, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp, lane);
+  store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
+  barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
+  store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
+                    lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -307,34 +326,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
   dependency_launch();
+  const Work w = work_of(p, blockIdx.x);
+  if (w.n * BLOCK_N >= w.seen.keys) {
+    hide(p, w);
+    return;
+  }
   if (warpgroup == 0) {
     registers_give<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp == 0) {
-      produce(p, &map_q, &map_k, &map_v, &map_do, base);
-    } else if (warp == 3) {
-      if (threadIdx.x == 96) schedule(p, base);
-    } else {
-      dependency_wait();
-      for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
-        const Work w = work_of(p, index);
-        if (!w.hidden()) write_dq(p, w, base, warp - 1, threadIdx.x & 31);
-      }
+      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
+    } else if (warp <= CONSUMERS) {
+      write_dq(p, w, base, warp - 1, threadIdx.x & 31);
     }
   } else {
     registers_take<240>();
-    dependency_wait();
-    const int part = warpgroup - 1;
-    Consumer c{{0, 0}, 0};
-    if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
-#pragma unroll 1
-    for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
-      const Work w = work_of(p, index);
-      if (w.hidden())
-        hide(p, w);
-      else
-        consume(p, w, base, part, c);
-    }
-    if (PINGPONG && part == 0) barrier_sync(ID_TURN, 256);
+    consume(p, w, base, warpgroup - 1);
   }
 }

@@ -3,8 +3,8 @@
 // count visible rows and keys from 0 and write zeros for the others. No products, no shared memory here.
 //
 // The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query blocks and aux2 key blocks in the grid
-// for a head, those of zeros included; aux3 heads scheduled together; aux4, aux5 rows of packed q and k; aux6 where in
-// `semaphore`, behind the turns, the count of tiles handed out is.
+// for a head, those of zeros included; aux3 heads scheduled together; aux4 key blocks that take turns (deterministic);
+// aux5, aux6 rows of packed q and k.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"

@@ -1,11 +1,10 @@
 // What the main kernels of the Hopper backward share: shared memory, the producer, the key block that a CTA owns, stores of dK and
-// dV. A kernel defines BLOCK_M, BLOCK_N, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
-// in shared memory) and TILE_READERS (warps that follow the producer's tiles) first. No products here.
+// dV. A kernel defines BLOCK_M, BLOCK_N, STAGES (of Q), STAGES_DO, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
+// in shared memory) first. No products here.
 #pragma once
 #include "bwd_sm90.cuh"
 
 #define CONSUMERS 2
-#define STAGES 2  // of Q with LSE and of dO with delta
 #define THREADS (128 * (CONSUMERS + 1))
 
 #define D HEAD_DIM
@@ -22,22 +21,18 @@
 #define S_V (S_K + K_BYTES)
 #define S_Q (S_V + V_BYTES)
 #define S_DO (S_Q + STAGES * Q_BYTES)
-#define S_DS (S_DO + STAGES * DO_BYTES)
+#define S_DS (S_DO + STAGES_DO * DO_BYTES)
 #define S_DQ (S_DS + DS_TILES * DS_BYTES)
 #define S_LSE (S_DQ + DQ_BYTES)
 #define S_DELTA (S_LSE + STAGES * ROW_BYTES)
-#define S_BAR (S_DELTA + STAGES * ROW_BYTES)
+#define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
 #define BAR_K S_BAR
 #define BAR_V (BAR_K + 8)
 #define BAR_Q_FULL (BAR_V + 8)
 #define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
 #define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
-#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES)
-#define BAR_KV_EMPTY (BAR_DO_EMPTY + 8 * STAGES)
-#define BAR_TILE_FULL (BAR_KV_EMPTY + 8)
-#define BAR_TILE_EMPTY (BAR_TILE_FULL + 8)
-#define S_TILE (BAR_TILE_EMPTY + 8)
-#define S_TOTAL (S_TILE + 8)
+#define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
+#define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
 static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
 
 // Named barriers
@@ -49,35 +44,46 @@ static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
 
 #define INLINE __attribute__((always_inline))
 
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
 // Descriptor of the operand at byte `offset` of shared memory; only the low word moves, so that it stays in uniform registers.
 __device__ __forceinline__ u64 operand(u32 base16, u32 offset, u32 leading_bytes) {
   return (u64)(base16 + (offset >> 4) + ((leading_bytes >> 4) << 16)) | (0x40000040ull << 32);
 }
 
-struct Ring {  // a stage of Q, dO and dS, and the parity of its barriers
+struct Ring {  // a stage and the parity of its barrier
   int stage, parity;
-  __device__ __forceinline__ void next() {
-    stage ^= 1;
-    parity ^= stage ^ 1;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
 
-struct Work {  // one tile's: a key block and the query blocks [m_begin, m_end) that see it, taken from the last to the first
+struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
   Visible seen;
-  int head_kv, n, m_begin, m_end;
-  __device__ __forceinline__ bool hidden() const { return n * BLOCK_N >= seen.keys; }
+  int head_kv, n, m_begin, m_end, m_first;
   __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
-  __device__ __forceinline__ int after(int m) const { return (m == m_begin ? m_end : m) - 1; }  // then the next head's last
+  __device__ __forceinline__ int after(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
 };
 
-// Key blocks in order, those of aux3 heads side by side (an L2-full of queries). NOTE: a tile waits only for tiles of lower index
-// (see write_dq), which were handed out before it: no number of resident CTAs is too small.
 __device__ __forceinline__ Work work_of(const Params& p, int index) {
-  const int together = (int)p.aux3, size = together * (int)p.aux2, section = index / size, rest = index - section * size;
-  const int width = min(together, (int)(p.batch * p.heads_kv) - section * together);
-  const int head = section * together + rest % width, batch = head / (int)p.heads_kv;
+  const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
   Work w;
+  int head;
+#if HAS_RIGHT || HAS_LEFT  // heavy key blocks first, a section of heads (one L2-full) at a time
+  const int together = (int)p.aux3, section = index / (together * key_blocks), rest = index - section * together * key_blocks;
+  const int width = min(together, heads - section * together);
   w.n = rest / width;
+  head = section * together + rest % width;
+#else
+  head = index / key_blocks;
+  w.n = index - head * key_blocks;
+#endif
+  const int batch = head / (int)p.heads_kv;
   w.head_kv = head - batch * (int)p.heads_kv;
   w.seen = load_visible(p, batch);
   const int first = w.n * BLOCK_N, last = min(first + BLOCK_N, w.seen.keys) - 1;
@@ -85,122 +91,53 @@ __device__ __forceinline__ Work work_of(const Params& p, int index) {
   const int row_end = HAS_LEFT ? min(w.seen.rows, last - w.seen.left + 1) : w.seen.rows;
   w.m_begin = row_begin / BLOCK_M;
   w.m_end = max(w.m_begin, ceil_div(row_end, BLOCK_M));
+  w.m_first = w.m_begin;
+#if !HAS_RIGHT && !HAS_LEFT  // spread over the query blocks
+  const int width = (int)p.aux4, place = w.n % width, size = min(width, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
+  w.m_first = place * w.m_end / size;
+#endif
   return w;
 }
 
 // ------------------------------------------------------------------------------------------------ producer
-// Run by a whole warp, so that its scalars are in uniform registers; lane 0 loads.
-struct Producer {
-  const TMap *map_q, *map_k, *map_v, *map_do;
-  u32 base;
-  bool leader;
-  Ring ring;
-  int tiles;  // whose keys have been loaded
-
-  __device__ __forceinline__ void load_keys(const Work& w) {
-    // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
-    const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
-    const int batch = VARLEN ? 0 : w.seen.entry.batch;
-    mbarrier_wait(base + BAR_KV_EMPTY, (tiles & 1) ^ 1);
-    if (leader) {
-      mbarrier_expect(base + BAR_K, K_BYTES);
+__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
+                                        const TMap* map_do, const Work& w, u32 base) {
+  const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
+  // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
+  const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
+  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
+  mbarrier_expect(base + BAR_K, K_BYTES);
 #pragma unroll
-      for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
-      mbarrier_expect(base + BAR_V, V_BYTES);
+  for (int x = 0; x < D / 64; x++)
+    tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
+  mbarrier_expect(base + BAR_V, V_BYTES);
 #pragma unroll
-      for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
-    }
-    tiles++;
-  }
-
-  // Q, dO and their row sums of one query block; `sums` is its place among these.
-  __device__ __forceinline__ void load_queries(const Params& p, int row, int head, int batch, i64 sums) {
-    const u32 full_q = base + BAR_Q_FULL + 8 * ring.stage, full_do = base + BAR_DO_FULL + 8 * ring.stage;
-    mbarrier_wait(base + BAR_Q_EMPTY + 8 * ring.stage, ring.parity);
-    if (leader) {
+  for (int x = 0; x < DV / 64; x++)
+    tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
+  dependency_wait();
+  Ring rq{0, 1}, rdo{0, 1};
+  for (int g = 0; g < group; g++) {
+    const int head = w.head_kv * group + g;
+    const i64 sums = first_sum(p, w.seen, head);
+    const float* lse = (const float*)p.scratch + sums;
+    const float* delta = (const float*)p.delta + sums;
+    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+      const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
+      mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
       mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_Q + ring.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row, head, batch, full_q);
-      bulk_load(base + S_LSE + ring.stage * ROW_BYTES, (const float*)p.scratch + sums, ROW_BYTES, full_q);
-    }
-    mbarrier_wait(base + BAR_DO_EMPTY + 8 * ring.stage, ring.parity);
-    if (leader) {
+        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
+      bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
+      mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
       mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_DO + ring.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row, head, batch, full_do);
-      bulk_load(base + S_DELTA + ring.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
+        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
+      bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
+      rq.next(STAGES);
+      rdo.next(STAGES_DO);
     }
-    ring.next();
-  }
-
-  __device__ __forceinline__ void load(const Params& p, const Work& w) {
-    const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
-    const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
-    bool loaded = false;
-    for (int g = 0; g < group; g++) {
-      const int head = w.head_kv * group + g;
-      const i64 sums = first_sum(p, w.seen, head);
-      for (int i = 0, m = w.m_end - 1; i < w.blocks(); i++, m--) {
-        load_queries(p, row0 + m * BLOCK_M, head, batch, sums + m * BLOCK_M);
-        if (!loaded) load_keys(w);  // after the first queries: the last tile's keys are in use until its end
-        loaded = true;
-      }
-    }
-    if (!loaded) load_keys(w);
-  }
-};
-
-// The index of a CTA's i-th tile, -1 after the last.
-__device__ __forceinline__ int read_tile(u32 base, int i) {
-  mbarrier_wait(base + BAR_TILE_FULL, i & 1);
-  return uniform<0>(shared_load(base + S_TILE));
-}
-// By each of TILE_READERS warps, once it has read a tile's index.
-__device__ __forceinline__ void release_tile(u32 base) {
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbarrier_arrive(base + BAR_TILE_EMPTY);
-}
-__device__ __forceinline__ int next_tile(u32 base, int i) {
-  const int index = read_tile(base, i);
-  release_tile(base);
-  return index;
-}
-
-__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
-                                        const TMap* map_do, u32 base) {
-  dependency_wait();
-  Producer producer{map_q, map_k, map_v, map_do, base, threadIdx.x == 0, {0, 1}, 0};
-  for (int i = 0, index; (index = read_tile(base, i)) >= 0; i++) {
-    const Work w = work_of(p, index);
-    if (!w.hidden()) producer.load(p, w);
-    release_tile(base);  // late, so that the next tile is not taken before it is needed
-  }
-}
-
-// Whether a tile asks for nothing, not even zeros.
-__device__ __forceinline__ bool idle(const Params& p, const Work& w) {
-  const int total = VARLEN ? w.seen.entry.seqlen_kv : (int)p.seqlen_kv, blocks = ceil_div(w.seen.keys, BLOCK_N);
-  if (VARLEN && w.n == p.aux2 - 1) return false;  // sees to rows that belong to no sequence
-  return w.n >= blocks && (w.n - blocks) * BLOCK_N >= total - w.seen.keys;
-}
-
-// Hands out tiles in order, as this CTA asks for them.
-__device__ __forceinline__ void schedule(const Params& p, u32 base) {
-  const int tiles = (int)(p.batch * p.heads_kv * p.aux2);
-  dependency_wait();
-  for (int i = 0;; i++) {
-    int index = atomicAdd(p.semaphore + p.aux6, 1);
-#if VARIABLE
-    while (index < tiles && idle(p, work_of(p, index))) index = atomicAdd(p.semaphore + p.aux6, 1);
-#endif
-    shared_store(base + S_TILE, index < tiles ? index : -1);
-    mbarrier_arrive(base + BAR_TILE_FULL);
-    if (index >= tiles) return;
-    mbarrier_wait(base + BAR_TILE_EMPTY, i & 1);
   }
 }
 
@@ -243,21 +180,22 @@ __device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thre
 }
 #endif
 
-// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones. By all consumers.
+// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones.
 __device__ __forceinline__ void hide(const Params& p, const Work& w) {
+  dependency_wait();
   const Visible& v = w.seen;
   const int block = w.n - ceil_div(v.keys, BLOCK_N), total = VARLEN ? v.entry.seqlen_kv : (int)p.seqlen_kv;
   const i64 batch = VARLEN ? 0 : v.entry.batch;
   u16* dk = (u16*)p.dk + batch * p.dk_stride_b + w.head_kv * p.dk_stride_h;
   u16* dv = (u16*)p.dv + batch * p.dv_stride_b + w.head_kv * p.dv_stride_h;
-  const int thread = threadIdx.x - 128, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
-  zero_hidden<128 * CONSUMERS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
-  zero_hidden<128 * CONSUMERS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
+  const int thread = threadIdx.x, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
+  zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
+  zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
                        thread);
 #if VARLEN
   if (w.n == p.aux2 - 1) {
-    zero_unowned<128 * CONSUMERS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux5, thread);
-    zero_unowned<128 * CONSUMERS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux5, thread);
+    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
   }
 #endif
 }
@@ -266,12 +204,11 @@ __device__ __forceinline__ void hide(const Params& p, const Work& w) {
 __device__ __forceinline__ void init_barriers(u32 base) {
   mbarrier_init(base + BAR_K, 1);
   mbarrier_init(base + BAR_V, 1);
-  mbarrier_init(base + BAR_KV_EMPTY, 4 * CONSUMERS);
-  mbarrier_init(base + BAR_TILE_FULL, 1);
-  mbarrier_init(base + BAR_TILE_EMPTY, TILE_READERS);
   for (int i = 0; i < STAGES; i++) {
     mbarrier_init(base + BAR_Q_FULL + 8 * i, 1);
     mbarrier_init(base + BAR_Q_EMPTY + 8 * i, 4 * CONSUMERS);
+  }
+  for (int i = 0; i < STAGES_DO; i++) {
     mbarrier_init(base + BAR_DO_FULL + 8 * i, 1);
     mbarrier_init(base + BAR_DO_EMPTY + 8 * i, 4 * CONSUMERS);
   }

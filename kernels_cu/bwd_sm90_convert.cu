@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_co
                          v.row_begin, v.rows, VARLEN ? v.entry.seqlen_q : (int)p.seqlen_q, threadIdx.x);
 #if VARLEN
     if (m == p.aux1 - 1)
-      zero_unowned<THREADS>(p, dq, p.dq_stride_s, (int)p.head_dim, batch, p.cu_seqlens_q, p.aux4, threadIdx.x);
+      zero_unowned<THREADS>(p, dq, p.dq_stride_s, (int)p.head_dim, batch, p.cu_seqlens_q, p.aux5, threadIdx.x);
 #endif
     return;
   }

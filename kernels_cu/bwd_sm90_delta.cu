@@ -15,7 +15,6 @@ __device__ __forceinline__ float dot2(u32 a, u32 b) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_delta(const __grid_constant__ Params p) {
   dependency_launch();
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.semaphore[p.aux6] = 0;
   const int head_index = blockIdx.x / (int)p.aux1, m = blockIdx.x - head_index * (int)p.aux1;
   const int batch = head_index / (int)p.heads_q, head = head_index - batch * (int)p.heads_q;
   const Visible v = load_visible(p, batch);

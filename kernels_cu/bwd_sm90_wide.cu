@@ -5,19 +5,11 @@
 // Shared memory: K and V (64 keys), rings of Q with LSE and of dO with delta, two pairs of P and dS tiles.
 #define BLOCK_N 64
 #define DS_TILES 4
-#define TILE_READERS 9  // two warpgroups and the warp that loads
 #define DQ_BYTES 0
 #include "bwd_sm90_block.cuh"
 
 #define HALF (BLOCK_M / 2)  // query rows of a warpgroup's S^T
 static_assert(D == 256 && DV == 256 && BLOCK_M == 64, "the only tile");
-
-struct True {
-  static constexpr bool value = true;
-};
-struct False {
-  static constexpr bool value = false;
-};
 
 // dV or dK += X^T Y: X (P or dS) lies as queries by keys, Y is dO or Q; head dims `part` of two.
 __device__ __forceinline__ void add_gradient(float (&x)[64], u32 base16, u32 left, u32 right, int part) {
@@ -28,12 +20,7 @@ __device__ __forceinline__ void add_gradient(float (&x)[64], u32 base16, u32 lef
   wgmma_commit();
 }
 
-struct Consumer {  // where the rings are, from tile to tile
-  Ring ring;
-  int tiles;
-};
-
-__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part, Consumer& c) {
+__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = (int)(p.heads_q / p.heads_kv);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
@@ -68,14 +55,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   if (keys < BLOCK_N) clean_end = clean_begin;
 
   float s[HALF / 2], dp[HALF / 2];
-  auto product = [&](float(&x)[HALF / 2], u32 left, u32 right, int half) INLINE {  // keys by this warpgroup's queries
+  auto product = [&](float(&x)[HALF / 2], u32 left, u32 right) INLINE {  // keys by this warpgroup's queries
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
       Wgmma<HALF>::ss(x, operand(base16, left + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
-                      operand(base16 + half * (HALF * 8), right + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+                      operand(base16 + part * (HALF * 8), right + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
   };
-  Ring& ring = c.ring;
-  int m = w.m_end - 1, left = group * w.blocks(), head = w.head_kv * group;
+  Ring ring{0, 0};
+  int m = w.m_first, left = group * w.blocks(), head = w.head_kv * group;
   auto load = [&](const Ring& r, int block) INLINE {  // waits for Q and dO, issues S^T and dP^T
     mbarrier_wait(base + BAR_Q_FULL + 8 * r.stage, r.parity);
     mbarrier_wait(base + BAR_DO_FULL + 8 * r.stage, r.parity);
@@ -83,17 +70,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     zero_tail<D / 64, BLOCK_M>(base + S_Q + r.stage * Q_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
     zero_tail<DV / 64, BLOCK_M>(base + S_DO + r.stage * DO_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
 #endif
-    // New to ptxas, which else keeps the descriptors of all steps in registers; and uniform, which it else does not see.
-    base16 = uniform<0>(base16);
-    const int stage = uniform<0>(r.stage), half = uniform<0>(part);
+    base16 = uniform<0>(base16);  // new to ptxas, which else keeps the descriptors of all steps in registers
     wgmma_fence();
-    product(s, S_K, S_Q + stage * Q_BYTES, half);
-    product(dp, S_V, S_DO + stage * DO_BYTES, half);
+    product(s, S_K, S_Q + r.stage * Q_BYTES);
+    product(dp, S_V, S_DO + r.stage * DO_BYTES);
     wgmma_commit();
   };
-  auto step = [&](auto is_last) INLINE {
+  auto step = [&](int buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
-    const int buffer = ring.stage;
     wgmma_wait<0>();
     touch(s);
     touch(dp);
@@ -130,8 +114,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     proxy_fence();
     barrier_sync(ID_DS, 256);
     base16 = uniform<0>(base16);
-    const int stage = uniform<0>(ring.stage), half = uniform<0>(part);
-    const u32 p_tile = S_DS + 2 * stage * DS_BYTES, ds_tile = p_tile + DS_BYTES;
+    const u32 p_tile = S_DS + 2 * buffer * DS_BYTES, ds_tile = p_tile + DS_BYTES;
     float dq[64];
     touch(dk);
     touch(dv);
@@ -139,10 +122,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; k++)  // dQ = dS K
       Wgmma<128>::ss<0, 1>(dq, operand(base16, ds_tile + 32 * k, 16),
-                           operand(base16 + half * (2 * BLOCK_N * 8), S_K + k * 2048, BLOCK_N * 128), k > 0);
+                           operand(base16 + part * (2 * BLOCK_N * 8), S_K + k * 2048, BLOCK_N * 128), k > 0);
     wgmma_commit();
-    add_gradient(dv, base16, p_tile, S_DO + stage * DO_BYTES, half);
-    add_gradient(dk, base16, ds_tile, S_Q + stage * Q_BYTES, half);
+    add_gradient(dv, base16, p_tile, S_DO + ring.stage * DO_BYTES, part);
+    add_gradient(dk, base16, ds_tile, S_Q + ring.stage * Q_BYTES, part);
     wgmma_wait<2>();
     touch(dq);
     float* sums = p.dq_accum + (first_sum(p, w.seen, head) + m * BLOCK_M) * D + part * (BLOCK_M * D / 2) + thread * 4;
@@ -150,8 +133,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     for (int i = 0; i < 16; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     const Ring now = ring;
     m = w.after(m);
-    if (m == w.m_end - 1) head++;
-    ring.next();
+    if (m == w.m_first) head++;
+    ring.next(STAGES);
     if (!last) {
       load(ring, m);
       wgmma_wait<1>();
@@ -167,18 +150,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     left--;
   };
 
-  mbarrier_wait(base + BAR_K, c.tiles & 1);
-  mbarrier_wait(base + BAR_V, c.tiles & 1);
-  c.tiles++;
+  mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
+  mbarrier_wait(base + BAR_V, 0);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
+  dependency_wait();
   if (left > 0) {
     load(ring, m);
+    int buffer = 0;
 #pragma unroll 1
-    while (left > 1) step(False());
-    step(True());
+    for (; left > 1; buffer ^= 1) step(buffer, False());
+    step(buffer, True());
   }
 
   barrier_sync(ID_DS, 256);  // K and V are free
@@ -188,9 +172,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   store_gradient<128>(dv, 1.f, base + S_V + stage, BLOCK_N * 128, dv_to, p.dv_stride_s, keys, (int)p.head_dim_v - part * 128, warp, lane);
   store_gradient<128>(dk, softmax_scale, base + S_K + stage, BLOCK_N * 128, dk_to, p.dk_stride_s, keys, (int)p.head_dim - part * 128, warp,
                       lane);
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(base + BAR_KV_EMPTY);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -203,22 +184,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
   dependency_launch();
+  const Work w = work_of(p, blockIdx.x);
+  if (w.n * BLOCK_N >= w.seen.keys) {
+    hide(p, w);
+    return;
+  }
   if (warpgroup == 0) {
     registers_give<24>();
-    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    if (warp == 0) produce(p, &map_q, &map_k, &map_v, &map_do, base);
-    if (threadIdx.x == 96) schedule(p, base);
+    if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
   } else {
     registers_take<240>();
-    dependency_wait();
-    Consumer c{{0, 0}, 0};
-#pragma unroll 1
-    for (int i = 0, index; (index = next_tile(base, i)) >= 0; i++) {
-      const Work w = work_of(p, index);
-      if (w.hidden())
-        hide(p, w);
-      else
-        consume(p, w, base, warpgroup - 1, c);
-    }
+    consume(p, w, base, warpgroup - 1);
   }
 }

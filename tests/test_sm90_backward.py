@@ -1,4 +1,4 @@
-"""Hopper's backward family without a GPU: its refusals, its tiles, its program."""
+"""Hopper's backward family without a GPU: its refusals, its tiles, its program, the turns that CTAs take."""
 
 from __future__ import annotations
 
@@ -136,3 +136,42 @@ def test_packed_sequences_start_on_a_block() -> None:
     for b, length in enumerate(lengths):
         end = at[b] + -(-length // block_m) * block_m
         assert end <= (at[b + 1] if b < 4 else rows)
+
+
+def turns(blocks_n: int, blocks_m: int, width: int) -> dict[int, list[tuple[int, int]]]:
+    """For each query block (turn, key block) of a full call: bwd_sm90.cu's turn_of in Python."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for m in range(blocks_m):
+        for n in range(blocks_n):
+            first = n // width * width
+            size = min(first + width, blocks_n) - first
+            lead = first + -(-((m + 1) * size) // blocks_m) - 1
+            if lead < n:
+                lead += size
+            found.setdefault(m, []).append((first + lead - n, n))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("blocks_n", "blocks_m", "width"), [(8, 13, 64), (7, 3, 4), (9, 20, 4), (1, 5, 64), (5, 1, 2)]
+)
+def test_turns_are_a_permutation_and_never_a_cycle(blocks_n: int, blocks_m: int, width: int) -> None:
+    order = turns(blocks_n, blocks_m, width)
+    for taken in order.values():
+        assert sorted(turn for turn, _ in taken) == list(range(blocks_n))
+    # run it: a CTA goes through its query blocks in order and waits for its turn
+    place, done = dict.fromkeys(range(blocks_n), 0), dict.fromkeys(range(blocks_m), 0)
+    moved = True
+    while moved:
+        moved = False
+        for n in range(blocks_n):
+            first = n // width * width
+            size = min(first + width, blocks_n) - first
+            while place[n] < blocks_m:
+                m = ((n - first) * blocks_m // size + place[n]) % blocks_m
+                if {x: t for t, x in order[m]}[n] != done[m]:
+                    break
+                done[m] += 1
+                place[n] += 1
+                moved = True
+    assert all(x == blocks_m for x in place.values())

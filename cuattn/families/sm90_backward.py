@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..device import Device
 
 THREADS = 384
-STAGES = 2  # of Q, and of dO
 SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
 
 
@@ -30,6 +29,8 @@ class Tile:
     head_dim: int  # rounded up
     block_m: int
     block_n: int
+    stages: int
+    stages_do: int
     ds_tiles: int  # tiles of P or dS in shared memory
     dq_tile: bool  # whether dQ passes through shared memory
     pingpong: int
@@ -38,10 +39,10 @@ class Tile:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory, the slack for 1024-byte alignment included."""
-        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * 2 * STAGES)
+        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
         exchanged = 2 * self.ds_tiles * self.block_m * self.block_n
         sums = 4 * self.block_m * self.head_dim * self.dq_tile
-        rows = (4 * self.block_m + 16) * 2 * STAGES + 64
+        rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
         return 1024 + operands + exchanged + sums + rows
 
 
@@ -49,10 +50,14 @@ class Tile:
 # 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share
 # 64 keys, or dK and dV would not fit.
 TILES = {
-    64: Tile("bwd_sm90", 64, 128, 128, 2, True, 0, 0),
-    128: Tile("bwd_sm90", 128, 80, 128, 2, True, 1, 0),
-    256: Tile("bwd_sm90_wide", 256, 64, 64, 4, False, 0, 0),
+    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 2, True, 0, 0),
+    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 2, True, 1, 0),
+    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, 4, False, 0, 0),
 }
+# Short sequences at D 128: 64 rows waste less at the diagonal, half of V stays in registers (H200, TFLOP/s
+# at 1k/4k/16k: causal 372/576/663 against 351/563/667 with 80 rows, full 509/637/651 against 502/633/679).
+SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, 2, True, 1, 4)
+SHORT_ROWS = 4096
 
 
 def compiled_dim(dim: int) -> int:
@@ -63,7 +68,10 @@ def compiled_dim(dim: int) -> int:
 def tile_of(spec: AttentionSpec) -> Tile:
     """The main kernel's tile."""
     tile = TILES[compiled_dim(max(spec.head_dim, spec.head_dim_v))]
-    return replace(tile, block_m=64) if _transformed(spec) else tile
+    if _transformed(spec):
+        return replace(tile, block_m=64)
+    plain = not (spec.variable or spec.deterministic)
+    return SHORT if plain and tile.head_dim == SHORT.head_dim and spec.seqlen_q <= SHORT_ROWS else tile
 
 
 def _transformed(spec: AttentionSpec) -> bool:
@@ -117,6 +125,11 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     return row_begin, row_end, key_begin, key_end
 
 
+def _windowed(spec: AttentionSpec) -> bool:
+    """Whether key blocks differ in work: they are then scheduled heaviest first, heads interleaved."""
+    return common.hides_left(spec) or common.hides_right(spec)
+
+
 def _blocks(size: int, total: int, seen: int, variable: bool) -> int:
     """Blocks of ``size`` rows in the grid for a head: whole ones of visible rows, then of zeros."""
     if variable:
@@ -142,13 +155,10 @@ def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> 
     )
 
 
-def heads_together(spec: AttentionSpec, device: Device, key_blocks: int) -> int:
-    """Key/value heads whose tiles are handed out side by side.
-
-    As many as share the L2 with their Q, dO and dQ sums, but enough for the last ones to outlast one tile.
-    """
+def _sections(spec: AttentionSpec) -> int:
+    """Key/value heads scheduled together: their Q, dO and dQ sums share the L2."""
     per_head = spec.group * spec.seqlen_q * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
-    return max(1, SECTION_BYTES // per_head, -(-2 * device.sm_count // key_blocks))
+    return 1 << max(0, (max(1, SECTION_BYTES // per_head)).bit_length() - 1)
 
 
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -168,8 +178,7 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
         Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
         Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
     ]
-    # two for each query block, and the count of tiles handed out
-    workspace.append(Buffer("turns", (2 * sum_heads * sum_rows // tile.block_m + 1,), "int32"))
+    workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
@@ -205,7 +214,7 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
     row_begin, row_end, key_begin, key_end = visible(spec)
     query_blocks = _blocks(tile.block_m, spec.seqlen_q, row_end - row_begin, spec.variable)
     key_blocks = _blocks(tile.block_n, spec.seqlen_kv, key_end - key_begin, spec.variable)
-    sum_heads, sum_rows = sums_shape(spec, tile.block_m)
+    sections = _sections(spec)
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
     return {
@@ -230,14 +239,19 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
         "softmax_scale_value": spec.softmax_scale or 0.0,
         "softcap": spec.softcap,
         "alibi_slopes_stride_b": spec.alibi_slopes.strides[0] if spec.alibi_slopes is not None else 0,
-        "aux0": sum_rows,
+        "aux0": sums_shape(spec, tile.block_m)[1],
         "aux1": query_blocks,
         "aux2": key_blocks,
-        "aux3": heads_together(spec, device, key_blocks),
-        "aux4": spec.total_q,
-        "aux5": spec.total_kv,
-        "aux6": 2 * sum_heads * sum_rows // tile.block_m,
+        "aux3": sections,
+        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if _windowed(spec) else 1),
+        "aux5": spec.total_q,
+        "aux6": spec.total_kv,
     }
+
+
+def turn_group(device: Device, together: int) -> int:
+    """Key blocks of a head that wait for each other in adding to dQ: all resident at once."""
+    return max(1, min(64, device.sm_count // together))
 
 
 def _launches(
@@ -268,6 +282,8 @@ def _launches(
         ("ALIBI", int(spec.alibi_slopes is not None)),
     )
     pipeline = (
+        ("STAGES", tile.stages),
+        ("STAGES_DO", tile.stages_do),
         ("PINGPONG", tile.pingpong),
         ("V_REGS", tile.v_regs),
     )
@@ -285,7 +301,7 @@ def _launches(
     )
     main = Launch(
         kernel=Kernel(tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline),
-        grid=(min(spec.batch * spec.heads_kv * int(words["aux2"]), device.sm_count), 1, 1),
+        grid=(spec.batch * spec.heads_kv * int(words["aux2"]), 1, 1),
         block=THREADS,
         shared_memory=tile.shared_memory,
         block_words=block_words,
