@@ -138,7 +138,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
 
     @jit
     def load_keys(p, at, head, first, n, begin, end, j0):
-        """Load keys and values of the block at j0; its padded number of keys, 0 when nothing in it is seen."""
+        """Load keys and values of the block at j0; its padded number of keys, 0 when none is seen."""
         kind = get_i64(p, P.aux0)
         early, count = max(begin - j0, 0), min(at.keys, end - j0)
         padded = up(count, simd.rows)
@@ -146,8 +146,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         if features:
             mark = at.seen
             if not score.terms_of(
-                p, head.b, head.h, first, n, (n + width - 1) // width, j0, at.keys, count, padded, head.offset,
-                at.low, at.high, at.terms, at.seen,
+                p, head.b, head.h, first, n, (n + width - 1) // width, j0, at.keys, count, padded,
+                head.offset, at.low, at.high, at.terms, at.seen,
             ):  # fmt: skip
                 return 0
         hk = head.h // (get_i64(p, P.heads_q) // get_i64(p, P.heads_kv))
@@ -158,8 +158,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             at.k, at.dim_k, mark,
         )  # fmt: skip
         memory.load_block(
-            kind, get_i64(p, P.v), v, get_i64(p, P.v_stride_s), early, count, padded, get_i64(p, P.head_dim_v),
-            at.v, at.dim_v, mark,
+            kind, get_i64(p, P.v), v, get_i64(p, P.v_stride_s), early, count, padded,
+            get_i64(p, P.head_dim_v), at.v, at.dim_v, mark,
         )  # fmt: skip
         return padded
 
@@ -453,7 +453,7 @@ def make_bias_gradient(real: Any, simd: Any) -> Callable[..., Any]:
     """
     common = make_gradients(real, simd, True)
     memory = common.memory
-    get, width, size = simd.get, simd.width, simd.itemsize
+    get, width = simd.get, simd.width
 
     @jit
     def add_block(p, at, n, count, sums):

@@ -1,4 +1,4 @@
-"""The CPU backend's loops for few query rows (decoding): keys and values are read once, as fast as memory gives them.
+"""The CPU backend's loops for few query rows (decoding): keys and values are read once, at memory's speed.
 
 ``decode`` attends the query rows of one key/value head to one part of its keys, ``combine`` puts the parts
 together. Vectors run along the head dimension here, not along query rows as in ``cpu_tiles.py``. No
@@ -21,8 +21,9 @@ from .cpu_simd import free, get_i64, malloc
 def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
     """``decode(params, tile)``: tile is (batch entry, ``aux4`` key/value heads, part of ``aux3``).
 
-    Heads whose rows are neighbours in memory go together, so that pages are read whole. Leaves in ``scratch``, for each row of [batch entry][key/value head][part][head of the group][query row], the unscaled sums of values
-    (padded), then maximum, total and a spare word.
+    Heads whose rows are neighbours in memory go together, so that pages are read whole. Leaves in
+    ``scratch``, for each [batch entry][key/value head][part][head of the group][query row], the unscaled sums
+    of values (padded), then maximum, total and a spare word.
     """
     memory = make_memory(real, simd)
     block = make_rows(real, simd, memory)
@@ -141,7 +142,7 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
 
 
 def make_combine(real: Any, simd: Any) -> Callable[..., Any]:
-    """``combine(params, tile)``: tile is (batch entry, query head); out and LSE from the parts in ``scratch``."""
+    """``combine(params, tile)``: out and LSE of a (batch entry, query head) from the parts in ``scratch``."""
     memory = make_memory(real, simd)
     get, put, size = simd.get, simd.put, simd.itemsize
     padding = max(simd.lanes, simd.rows)

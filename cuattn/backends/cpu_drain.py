@@ -1,4 +1,4 @@
-"""The compiled half of ``cpu_team.py``: what each thread of a team does with a job. No Python, no attention."""
+"""The compiled half of ``cpu_team.py``: what each thread of a team does with a job. No attention."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The CPU backend's score pipeline in plain Numba: lengths, windows, bias, masks, softcap, dropout, and rows in memory.
+"""The CPU backend's score pipeline in plain Numba: windows, bias, masks, softcap, dropout; rows in memory.
 
-Scores of a block are kept transposed, [panel][key][lane], one lane a query row. Without features a score
-is in base 2 from the start (the scale of q has log2 e in it) and masked by a range of keys per row. With features
-a block of *terms* is made first: what is added to each score, -inf where it is hidden. The loops over
-blocks are ``cpu_tiles.py``'s, the products ``cpu_simd.py``'s.
+Scores of a block are kept transposed, [panel][key][lane], one lane a query row. Without features a score is
+q . k alone (the scale is inside the exponential), masked by a range of keys per row. With features a block of
+*terms* is made first: what is added to each scaled score, -inf where it is hidden. The loops over blocks are
+``cpu_tiles.py``'s and ``cpu_backward.py``'s, the products ``cpu_simd.py``'s.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def make_memory(real: Any, simd: Any) -> Any:
 
     @jit
     def load_block(kind, address, index, stride, first, count, padded, dim, target, target_stride, seen):
-        """Keys [first, count) of a block into scratch; zeros for those before, up to ``padded``, or not seen."""
+        """Keys [first, count) of a block into scratch; zeros before, up to ``padded``, or not seen."""
         for j in range(padded):
             row = target + j * target_stride * simd.itemsize
             if j < first or j >= count or (seen and get_u8(seen, j) == 0):
@@ -259,7 +259,7 @@ def make_memory(real: Any, simd: Any) -> Any:
 
     @jit
     def ask_for(kind, address, index, stride, first, last, dim):
-        """Prefetch rows [first, last): the caller's rows may lie pages apart, where no hardware looks ahead."""
+        """Prefetch rows [first, last): they may lie pages apart, where no hardware looks ahead."""
         itemsize = simd.itemsize if kind == KIND_REAL else 2
         for j in range(first, last):
             row = address + (index + j * stride) * itemsize
@@ -286,8 +286,9 @@ def make_memory(real: Any, simd: Any) -> Any:
         put(lse, lse_index, real(top + math.log(total)))
 
     return namespace(
-        "memory", value=value, set_value=set_value, fill=fill, dot=dot, load_row=load_row, store_row=store_row,
-        zero_row=zero_row, load_block=load_block, store_result=store_result, ask_for=ask_for,
+        "memory", value=value, set_value=set_value, fill=fill, dot=dot, load_row=load_row,
+        store_row=store_row, zero_row=zero_row, load_block=load_block, store_result=store_result,
+        ask_for=ask_for,
     )  # fmt: skip
 
 
@@ -380,7 +381,7 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
 
     @jit
     def apply_terms(s, terms, count, factor, cap, slope, top):
-        """s = softcap(factor * s) + terms, top = max(top, s); softcap's derivative goes to ``slope`` if any."""
+        """s = softcap(factor * s) + terms, top = max(top, s); softcap's derivative into ``slope``."""
         if cap > real(0.0):
             simd.tanh(s, count * width, factor / cap)
             if slope:
@@ -463,7 +464,7 @@ def make_rows(real: Any, simd: Any, memory: Any) -> Any:
 
     @jit
     def ranges(p, first, n, panels, q_len, kv_len, offset, low, high, limits):
-        """low and high for every lane, their extremes per panel in ``limits``; the block's first key and its end.
+        """low and high for every lane, their extremes per panel in ``limits``; the first key and the end.
 
         Lanes beyond the last row repeat it, so that a full panel of keys stays unmasked.
         """

@@ -1,4 +1,4 @@
-"""Vector micro-kernels of the CPU backend: the products of a tile, exp2, softmax, transposes, as LLVM vectors.
+"""Vector micro-kernels of the CPU backend: a tile's products, exp2, softmax, transposes, as LLVM vectors.
 
 Everything works on 64-bit addresses of scratch memory. A *panel* is ``width`` query rows laid side by side in
 vector lanes, so a score tile is stored transposed, ``tile[key][lane]``: softmax is vertical, keys and values
@@ -26,7 +26,7 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 UNROLL = 4
 LN2 = 0.6931471805599453
 
-# 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp with the scaling below, tested); float64: Taylor.
+# 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp in all, tested); float64: Taylor.
 EXP2_FLOAT32 = (
     1.0, 0.6931471824645996, 0.24022647738456726, 0.055503323674201965, 0.00961843691766262,
     0.0013398875016719103, 0.00015353360504377633,
@@ -210,7 +210,7 @@ class _Vectors:
         return rows
 
     def row_sums(self, b: Any, rows: list[Any]) -> Any:
-        """The sum of each of ``lanes`` vectors, as one vector: halves are folded while they are interleaved."""
+        """The sum of each of ``lanes`` vectors, as one vector: folded while they are interleaved."""
         low, high = self._interleaved()
         while len(rows) > 1:
             half = len(rows) // 2
@@ -362,7 +362,7 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
 
     @intrinsic
     def values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any) -> Any:
-        """acc[d][lane] = acc * decay[lane] + sum over keys of x[key][d] * p[key][lane]; dim a multiple of rows."""
+        """acc[d][lane] = acc * decay[lane] + sum of x[key][d] * p[key][lane]; dim a multiple of rows."""
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
@@ -543,7 +543,7 @@ def _make_dots(v: _Vectors) -> Any:
 def _make_row_softmax(v: _Vectors) -> Any:
     @intrinsic
     def row_softmax(ctx: Any, s: Any, keys: Any, factor: Any, stats: Any) -> Any:
-        """``softmax`` for one query whose scores lie side by side; stats: top, total, and decay, which is set."""
+        """``softmax`` for one query whose scores lie side by side; stats: top, total, decay."""
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             s, stats = v.pointer(b, args[0]), v.pointer(b, args[3])
@@ -578,7 +578,7 @@ def _make_row_values(v: _Vectors) -> Any:
     def row_values(
         ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, ahead: Any
     ) -> Any:
-        """acc[d] = acc * decay + sum over keys of p[key] * x[key][d] for one query; dim a multiple of the lanes.
+        """acc[d] = acc * decay + sum of p[key] * x[key][d] for one query; dim a multiple of the lanes.
 
         ``ahead`` as in ``dots``.
         """
@@ -728,7 +728,7 @@ def pause(ctx: Any, microseconds: Any) -> Any:
 
 
 def namespace(name: str, **members: Any) -> Any:
-    """Named functions and constants together, as a module: the one kind of namespace that Numba looks into."""
+    """Functions and constants by name, as a module: the one kind of namespace that Numba looks into."""
     module = ModuleType(name)
     vars(module).update(members)
     return module

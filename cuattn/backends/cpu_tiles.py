@@ -1,9 +1,9 @@
 """The CPU backend's tiles: flash attention's forward loop with its online softmax, in plain Numba.
 
 ``build`` gives the loop bodies by name. Each is ``body(params, tile)``: ``params`` is the address of a
-``params`` block, ``tile`` a number that it turns into a batch entry, a head and a block of rows. Bodies allocate
+parameter block, ``tile`` a number that it turns into a batch entry, a head and a block of rows. They allocate
 their scratch, share nothing, raise nothing and never touch Python, so that any thread may run any tile. A
-body named ``..._features`` takes bias, mask, segments, ALiBi, softcap and dropout too.
+body named ``....features`` takes bias, mask, segments, ALiBi, softcap and dropout too.
 
 Layout of scratch: rows are padded to ``padding`` elements; panels and scores as ``cpu_scores.py`` says.
 """
@@ -210,7 +210,7 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
 
 
 def build(name: str, isa: Any) -> Callable[..., Any]:
-    """The loop body of an entry, ``loop.float32`` or ``loop.float64`` with ``.features`` or without, to be compiled as a C callback."""
+    """The loop body of an entry, to be compiled: ``loop.float32``, ``loop.float64``, and ``.features``."""
     loop, _, rest = name.partition(".")
     real_name, _, tail = rest.partition(".")
     real, simd, features = np.dtype(real_name).type, cpu_simd.make(real_name, isa), tail == "features"

@@ -1,6 +1,6 @@
 """The CPU backend: specs into programs of loops (``Host`` steps), and programs onto NumPy arrays and threads.
 
-The loops are in ``cpu_tiles.py``, their machine code comes from ``cpu_code.py``, threads from ``cpu_team.py``.
+The loops are in ``cpu_tiles.py``, their machine code is ``cpu_code.py``'s, threads are ``cpu_team.py``'s.
 Numba itself is imported only when something has to be compiled.
 """
 
@@ -141,7 +141,7 @@ def _entry(spec: AttentionSpec, loop: str, features: bool) -> str:
 
 
 def _forward_rows(spec: AttentionSpec, threads: int) -> int:
-    """Query rows of a tile: as many as the second-level cache has room for, but enough tiles for all threads."""
+    """Query rows of a tile: as many as the second-level cache holds, but enough tiles for all threads."""
     width = panel_width(spec.accumulator)
     itemsize = ITEMSIZE[spec.accumulator]
     rows = MAX_ROWS
@@ -163,7 +163,7 @@ def _backward_rows(spec: AttentionSpec, threads: int) -> int:
 
 
 def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
-    """One loop over blocks of query rows; any number of threads may run it, ``threads`` is what it is cut for.
+    """One loop over blocks of query rows; any number of threads may run it, ``threads`` is what it is cut to.
 
     Few rows and no features: one over parts of the keys, and one that puts the parts together.
     """
@@ -321,7 +321,7 @@ def _bias_step(spec: AttentionSpec, values: Values, pointers: Pointers) -> Host:
 
 
 def host_entry(name: str) -> int:
-    """Address of the loop ``void body(int64 params, int64 tile)`` that a ``Host`` step names; see ``cpu_code``."""
+    """Address of the loop ``void body(int64 params, int64 tile)`` that a ``Host`` step names."""
     from .cpu_code import host_entry
 
     return host_entry(name)

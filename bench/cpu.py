@@ -1,0 +1,282 @@
+"""The CPU backend against PyTorch, JAX and plain NumPy on this machine: ``python -m bench.cpu [--quick]``.
+
+Every round runs each contender once, in turn, so that all of them see the same machine; what is reported is
+the median and the best of the rounds. Writes ``bench/results/cpu.md`` and ``cpu.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+HEADS = 8
+Contenders = dict[str, Callable[[], Any]]
+
+
+def measure(contenders: Contenders, seconds: float) -> dict[str, list[float]]:
+    """Seconds of each run, by contender; at least three rounds."""
+    for run in contenders.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(next(iter(times.values()))) < 3:
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def row(what: str, work: float, unit: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """One line of the table: rates of work (in 1e9) per second, median and best."""
+    rates = {
+        name: {"median": work / statistics.median(t) / 1e9, "best": work / min(t) / 1e9}
+        for name, t in times.items()
+    }
+    return {"what": what, "unit": unit, "rates": rates}
+
+
+def plain(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Standard attention, as one writes it in NumPy; all (batch, seqlen, heads, dim)."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2) * np.float32(1 / math.sqrt(q.shape[-1]))
+    if causal:
+        scores[..., ~np.tri(q.shape[2], k.shape[2], dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return (weights @ v).transpose(0, 2, 1, 3), weights
+
+
+def plain_gradients(q: Any, k: Any, v: Any, dout: Any, weights: Any) -> Any:
+    """Its gradients, from the weights it kept."""
+    q, k, v, dout = (x.transpose(0, 2, 1, 3) for x in (q, k, v, dout))
+    dweights = dout @ v.swapaxes(-1, -2)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+    dscores *= np.float32(1 / math.sqrt(q.shape[-1]))
+    return dscores @ k, dscores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dout
+
+
+def forwards(q: Any, k: Any, v: Any, causal: bool, wanted: set[str]) -> Contenders:
+    import cuattn
+
+    found: Contenders = {"cuattn": lambda: cuattn.flash_attention(q, k, v, causal=causal)}
+    if "torch" in wanted:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        tensors = [torch.from_numpy(x).transpose(1, 2) for x in (q, k, v)]
+        found["torch"] = lambda: scaled_dot_product_attention(*tensors, is_causal=causal)
+    if "jax" in wanted:
+        import jax
+
+        arrays = [jax.device_put(x, jax.devices("cpu")[0]) for x in (q, k, v)]
+        run = jax.jit(lambda a, b, c: jax.nn.dot_product_attention(a, b, c, is_causal=causal))
+        found["jax"] = lambda: run(*arrays).block_until_ready()
+    if "numpy" in wanted:
+        found["numpy"] = lambda: plain(q, k, v, causal)
+    return found
+
+
+def backwards(q: Any, k: Any, v: Any, dout: Any, causal: bool, wanted: set[str]) -> Contenders:
+    import cuattn
+
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=causal)
+    found: Contenders = {"cuattn": lambda: pullback(dout)}
+    if "torch" in wanted:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        tensors = [torch.from_numpy(x).transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+        out = scaled_dot_product_attention(*tensors, is_causal=causal)
+        tangent = torch.from_numpy(dout).transpose(1, 2)
+        found["torch"] = lambda: torch.autograd.grad(out, tensors, tangent, retain_graph=True)
+    if "numpy" in wanted:
+        _, weights = plain(q, k, v, causal)
+        found["numpy"] = lambda: plain_gradients(q, k, v, dout, weights)
+    return found
+
+
+def draw(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def shapes(quick: bool, seconds: float, available: set[str]) -> list[dict[str, Any]]:
+    """float32, forward and backward, layout bshd."""
+    rows = []
+    for dim in (64, 128):
+        for seqlen in (512, 2048, 4096) if quick else (512, 1024, 2048, 4096, 8192, 16384):
+            wanted = set(available)
+            if seqlen > 4096:
+                wanted -= {"numpy", "jax"}  # their score matrices take gigabytes
+            for causal in (False, True):
+                q, k, v, dout = (draw(1, seqlen, HEADS, dim) for _ in range(4))
+                flops = 4 * HEADS * seqlen**2 * dim / (2 if causal else 1)
+                name = f"D{dim} S{seqlen} {'causal' if causal else 'full'}"
+                times = measure(forwards(q, k, v, causal, wanted), seconds)
+                rows.append(row(f"forward {name}", flops, "GFLOP/s", times))
+                times = measure(backwards(q, k, v, dout, causal, wanted), seconds)
+                rows.append(row(f"backward {name}", 2.5 * flops, "GFLOP/s", times))
+                say(rows[-2:])
+    return rows
+
+
+def dtypes(seconds: float) -> list[dict[str, Any]]:
+    """cuattn in each dtype, at one shape."""
+    import cuattn
+
+    rows = []
+    for causal in (False, True):
+        forward, backward = {}, {}
+        for name in ("float32", "float64", "float16", "bfloat16"):
+            kind = ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+            q, k, v, dout = (draw(1, 2048, HEADS, 64, dtype=kind) for _ in range(4))
+            _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=causal)
+            forward[name] = lambda q=q, k=k, v=v, c=causal: cuattn.flash_attention(q, k, v, causal=c)
+            backward[name] = lambda pullback=pullback, dout=dout: pullback(dout)
+        flops = 4 * HEADS * 2048**2 * 64 / (2 if causal else 1)
+        name = f"dtypes D64 S2048 {'causal' if causal else 'full'}"
+        rows.append(row(f"forward {name}", flops, "GFLOP/s", measure(forward, seconds)))
+        rows.append(row(f"backward {name}", 2.5 * flops, "GFLOP/s", measure(backward, seconds)))
+    say(rows)
+    return rows
+
+
+def decode(seconds: float, available: set[str]) -> list[dict[str, Any]]:
+    """One query against 32k keys: bytes of keys and values a second, against reading as many."""
+    q, k, v = draw(1, 1, HEADS, 128), draw(1, 32768, HEADS, 128), draw(1, 32768, HEADS, 128)
+    found = forwards(q, k, v, False, available & {"torch"})
+    found["read (NumPy sum)"] = lambda: (k.sum(), v.sum())
+    if "torch" in available:
+        import torch
+
+        tensors = [torch.from_numpy(x) for x in (k, v)]
+        found["read (torch sum)"] = lambda: [x.sum() for x in tensors]
+    rows = [row("decode 1 x 32k, 8 heads of 128", k.nbytes + v.nbytes, "GB/s", measure(found, seconds))]
+    say(rows)
+    return rows
+
+
+def small(seconds: float) -> list[dict[str, Any]]:
+    """Calls a second of a small problem, from NumPy."""
+    import cuattn
+
+    q = draw(1, 32, 4, 32)
+    times = measure({"cuattn": lambda: cuattn.flash_attention(q, q, q, causal=True)}, seconds)
+    rows = [row("small call B1 H4 S32 D32 causal, 1e9 / s: 0.0000333 is 30 us", 1.0, "G/s", times)]
+    rows[0]["microseconds"] = statistics.median(times["cuattn"]) * 1e6
+    sys.stdout.write(f"small call: {rows[0]['microseconds']:.1f} us\n")
+    return rows
+
+
+def long_context() -> None:
+    """32k tokens forward and backward: seconds and the process's peak memory, as JSON on standard output."""
+    import resource
+
+    import cuattn
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    q, k, v, dout = (draw(1, 32768, HEADS, 64) for _ in range(4))
+    start = time.perf_counter()
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True)
+    pullback(dout)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"seconds": seconds, "peak_mib": peak / 1024, "peak_before_mib": before / 1024}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def peak(seconds: float) -> dict[str, list[float]]:
+    """The roofline's two numbers as plain libraries reach them: sgemm, and reading."""
+    a, x = draw(1536, 1536), draw(1 << 26)
+    return measure({"sgemm": lambda: a @ a, "read": x.sum}, seconds)
+
+
+def say(rows: list[dict[str, Any]]) -> None:
+    for r in rows:
+        rates = ", ".join(f"{n} {x['median']:.1f}" for n, x in r["rates"].items())
+        sys.stdout.write(f"{r['what']}: {rates} {r['unit']}\n")
+    sys.stdout.flush()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: medians (best), and how many times a peer cuattn is."""
+    lines = ["| what | unit | cuattn | others: median (best), cuattn over it |", "|---|---|---|---|"]
+    for r in rows:
+        rates = dict(r["rates"])
+        first = next(iter(rates))
+        ours = rates.pop(first)
+        others = "; ".join(
+            f"{n} {x['median']:.1f} ({x['best']:.1f}), {ours['median'] / x['median']:.2f}×"
+            for n, x in rates.items()
+        )
+        lines.append(f"| {r['what']} | {r['unit']} | {ours['median']:.1f} ({ours['best']:.1f}) | {others} |")
+    return "\n".join(lines)
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer lengths")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of every contender; default: all CPUs"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each line")
+    parser.add_argument("--long-context", action="store_true", help="that measurement alone, in this process")
+    options = parser.parse_args()
+    if options.long_context:
+        long_context()
+        return
+    threads = options.threads or len(os.sched_getaffinity(0))
+    os.environ["CUATTN_NUM_THREADS"] = str(threads)
+    available = {"numpy"}
+    for name in ("torch", "jax"):
+        try:
+            module = __import__(name)
+        except ImportError:
+            sys.stdout.write(f"{name} is not installed: left out\n")
+            continue
+        available.add(name)
+        if name == "torch":
+            module.set_num_threads(threads)
+    ceiling = peak(options.seconds)
+    gflops, read = 2 * 1536**3 / min(ceiling["sgemm"]) / 1e9, 4 * (1 << 26) / min(ceiling["read"]) / 1e9
+    head = f"{cpu_name()}, {threads} threads; sgemm {gflops:.0f} GFLOP/s, read {read:.1f} GB/s (best)"
+    sys.stdout.write(head + "\n")
+    rows = shapes(options.quick, options.seconds, available)
+    rows += dtypes(options.seconds) + decode(options.seconds, available) + small(options.seconds)
+    command = [sys.executable, "-m", "bench.cpu", "--long-context"]
+    long = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    sys.stdout.write(f"32k tokens, causal, forward and backward: {long}\n")
+    record = {"machine": head, "rows": rows, "long_context": long}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / "cpu.md").write_text(
+        f"# CPU\n\n`python -m bench.cpu`: {head}. float32, layout bshd, {HEADS} heads; median (best).\n\n"
+        f"{table(rows)}\n\n32k tokens, causal, D64, forward and backward: {long['seconds']:.1f} s, peak"
+        f" {long['peak_mib']:.0f} MiB in all, {long['peak_before_mib']:.0f} MiB of them before.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""The CPU backend's own promises: tiles and parts, threads, the code cache, its arithmetic. Meaning is in test_contract."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn.backends import cpu_code, cpu_team, reference
+from cuattn.backends import numba as backend
+from cuattn.program import Host
+
+ROOT = Path(__file__).parent.parent
+SMALL = "reduce.float32"  # quick to compile
+
+
+def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def both(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> list[tuple[str, Any, Any]]:
+    """(name, numba's, oracle's) of out, LSE and the gradients."""
+    found = []
+    for name in ("numba", "reference"):
+        (out, lse), pullback = cuattn.flash_attention_vjp(q, k, v, backend=name, return_lse=True, **options)
+        gradients = pullback(dout)
+        found.append({"out": out, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv})
+    return [(name, found[0][name], found[1][name]) for name in found[0]]
+
+
+def assert_close(results: list[tuple[str, Any, Any]], bound: float) -> None:
+    """Errors below ``bound`` times the largest value."""
+    for name, got, wanted in results:
+        finite = np.isfinite(wanted)
+        assert np.array_equal(np.isfinite(got), finite), name
+        error = np.abs(got[finite] - wanted[finite]).max(initial=0.0)
+        assert error <= bound * np.abs(wanted[finite]).max(initial=1.0), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlens", [(513, 600), (31, 1000), (700, 33), (9, 64)])
+def test_tile_edges(seqlens: tuple[int, int], causal: bool) -> None:
+    """Lengths around the tile, the block, the panel and the register tile, in one backward part and several."""
+    q, dout = draw(0, 1, seqlens[0], 3, 40), draw(1, 1, seqlens[0], 3, 24)
+    k, v = draw(2, 1, seqlens[1], 3, 40), draw(3, 1, seqlens[1], 3, 24)
+    assert_close(both(q, k, v, dout, causal=causal), 5e-6)
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "5"])
+def test_thread_counts_agree(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key/value head on several threads: its query rows are dealt to parts whose sums are added up."""
+    monkeypatch.setenv("CUATTN_NUM_THREADS", threads)
+    assert backend.thread_count() == int(threads)
+    q, k, v, dout = (
+        draw(0, 1, 500, 2, 32),
+        draw(1, 1, 450, 1, 32),
+        draw(2, 1, 450, 1, 32),
+        draw(3, 1, 500, 2, 32),
+    )
+    assert_close(both(q, k, v, dout, softmax_scale=0.2, window_size=(200, 100)), 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_decoding(rows: int, dtype: Any) -> None:
+    """Few rows take loops of their own: parts of the keys, groups, windows, lengths, sinks."""
+    small = np.float64 if dtype is np.float64 else np.float32
+    q, k, v = (
+        draw(i, 2, n, h, 48, dtype=dtype) for i, (n, h) in enumerate([(rows, 4), (3000, 2), (3000, 2)])
+    )
+    options = {"kv_seqlens": [3000, 2100], "window_size": (2500, 0), "sinks": draw(9, 4, dtype=small)}
+    spec_steps = []
+    for name in ("numba", "reference"):
+        spec_steps.append(cuattn.flash_attention(q, k, v, backend=name, return_lse=True, **options))
+    bound = 2e-3 if dtype is np.float16 else 2e-6
+    for got, wanted in zip(*spec_steps, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=bound, atol=bound)
+
+
+def test_layouts_and_strides_change_no_bit() -> None:
+    """A strided view is read in place, to the same bits as its copy."""
+    wide = draw(0, 2, 70, 4, 3, 64)
+    views = [wide[:, :, :, i] for i in range(3)]
+    out, pullback = cuattn.flash_attention_vjp(*views, causal=True)
+    dense, dense_pullback = cuattn.flash_attention_vjp(*(x.copy() for x in views), causal=True)
+    assert np.array_equal(out, dense)
+    dout = draw(1, 2, 4, 70, 64).transpose(0, 2, 1, 3)
+    for got, wanted in zip(pullback(dout), dense_pullback(dout.copy()), strict=True):
+        assert (got is None and wanted is None) or np.array_equal(got, wanted)
+
+
+def test_the_same_bits_on_every_run() -> None:
+    q, k, v, dout = (draw(i, 1, 300, 2, 64) for i in range(4))
+    bias = draw(5, 1, 2, 1, 300)
+    first = None
+    for _ in range(10):
+        out, pullback = cuattn.flash_attention_vjp(q, k, v, bias=bias, causal=True)
+        found = [x.tobytes() for x in (out, *pullback(dout)) if x is not None]
+        first = first or found
+        assert found == first
+
+
+def test_python_threads_at_once() -> None:
+    """Callers share the team without waiting for each other's tiles, and each gets its own result."""
+    q = [draw(i, 1, 900, 2, 64) for i in range(4)]
+    wanted = [cuattn.flash_attention(x, x, x) for x in q]
+    wrong = []
+
+    def call(i: int) -> None:
+        for _ in range(5):
+            if not np.array_equal(cuattn.flash_attention(q[i], q[i], q[i]), wanted[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_computes() -> None:
+    code = (
+        "import os, numpy as np, cuattn\n"
+        "q = np.random.default_rng(0).standard_normal((1, 900, 2, 64), dtype=np.float32)\n"
+        "a = cuattn.flash_attention(q, q, q)\n"
+        "child = os.fork()\n"
+        "same = np.array_equal(a, cuattn.flash_attention(q, q, q))\n"
+        "if child == 0: os._exit(0 if same else 1)\n"
+        "assert same and os.waitpid(child, 0)[1] == 0\n"
+    )
+    environment = {**os.environ, "CUATTN_NUM_THREADS": "2"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+
+
+def test_affinity_decides_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUATTN_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert cpu_team.thread_count() == 3
+
+
+def test_memory_is_linear() -> None:
+    """Programs hold no buffer of seqlen_q x seqlen_kv, forward or backward."""
+    case = next(c for c in cases.CASES if c.name == "full")
+    spec = cases.build(case, "float32").spec
+    for program in (backend.forward_program(spec), backend.backward_program(spec, frozenset("qkv"), 64)):
+        for buffer in (*program.outputs, *program.workspace):
+            assert (
+                np.prod(buffer.shape)
+                <= 70 * spec.batch * spec.heads_q * (spec.seqlen_q + spec.seqlen_kv + 64) * 64
+            )
+
+
+def test_work_that_nobody_wants_is_not_done() -> None:
+    case = next(c for c in cases.CASES if c.name == "full")
+    spec = cases.build(case, "float32").spec
+    program = backend.backward_program(spec, frozenset("v"), 1)
+    assert [b.name for b in program.outputs] == ["dv"]
+    assert [s.entry for s in program.steps if isinstance(s, Host)] == ["backward.float32"]
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+def kernels(real: str) -> Any:
+    from cuattn.backends import cpu_layout, cpu_simd
+
+    return cpu_simd.make(real, cpu_layout.machine())
+
+
+def ulps(got: Any, wanted: Any) -> float:
+    return float(np.max(np.abs(got - wanted) / np.spacing(np.abs(wanted).astype(got.dtype))))
+
+
+@pytest.mark.parametrize("real", ["float32", "float64"])
+def test_exp2_is_within_an_ulp(real: str) -> None:
+    import numba
+
+    simd = kernels(real)
+    weights = simd.weights
+
+    @numba.njit
+    def run(x: int, rows: int, one: int, zeros: int) -> None:
+        weights(x, x, rows, one, zeros, zeros)
+
+    last = -126.0 if real == "float32" else -1022.0
+    x = np.concatenate([np.linspace(last, 0, 100_000), -np.logspace(-9, 1, 20_000)]).astype(real)
+    x = np.resize(x, -(-x.size // simd.width) * simd.width)
+    y, one, zeros = x.copy(), np.ones(1, real), np.zeros(simd.width, real)
+    run(y.ctypes.data, y.size // simd.width, one.ctypes.data, zeros.ctypes.data)
+    assert ulps(y, np.exp2(x.astype(np.longdouble))) <= 1.0
+    y = np.resize(np.array([-np.inf, np.nan, 2 * last, 0.0], real), simd.width)
+    run(y.ctypes.data, 1, one.ctypes.data, zeros.ctypes.data)
+    assert y[0] == 0 and np.isnan(y[1]) and y[2] == 0 and y[3] == 1
+
+
+@pytest.mark.parametrize("real", ["float32", "float64"])
+def test_tanh_is_within_two_ulps(real: str) -> None:
+    import numba
+
+    simd, number = kernels(real), np.dtype(real).type
+    tanh = simd.tanh
+
+    @numba.njit
+    def run(x: int, count: int) -> None:
+        tanh(x, count, number(1.0))
+
+    x = np.concatenate([np.linspace(-12, 12, 96_000), np.logspace(-20, 1, 32_000)]).astype(real)
+    y = x.copy()
+    run(y.ctypes.data, y.size)
+    keep = x != 0
+    assert ulps(y[keep], np.tanh(x[keep].astype(np.longdouble))) <= 2.0
+
+
+def test_half_precision_conversions() -> None:
+    """Every float16 and bfloat16 there is, and rounding of float32 to both, as NumPy and ml_dtypes do it."""
+    import numba
+
+    from cuattn.backends import cpu_scores
+
+    def convert(function: Any, x: Any, dtype: Any) -> Any:
+        @numba.njit
+        def run(x: Any, y: Any) -> None:
+            for i in range(x.size):
+                y[i] = function(x[i])
+
+        y = np.empty(x.shape, dtype)
+        run(x, y)
+        return y
+
+    bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    exact = draw(0, 100_000) * np.exp2(np.random.default_rng(1).uniform(-30, 20, 100_000)).astype(np.float32)
+    edges = np.array([65519.9, 65520, 65504, 6e-8, 2.9e-8, 3.4e38, np.inf, -np.inf, 0.0, -0.0], np.float32)
+    floats = np.concatenate([exact, edges])
+    pairs = (
+        (np.float16, cpu_scores._from_half, cpu_scores._to_half),
+        (ml_dtypes.bfloat16, cpu_scores._from_bfloat, cpu_scores._to_bfloat),
+    )
+    for kind, from_, to in pairs:
+        np.testing.assert_array_equal(convert(from_, bits, np.float32), bits.view(kind).astype(np.float32))
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(convert(to, floats, np.uint16), floats.astype(kind).view(np.uint16))
+        nan = convert(to, np.array([np.nan, -np.nan], np.float32), np.uint16)
+        assert np.isnan(nan.view(kind).astype(np.float32)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["-avx512", "-avx,-fma,-f16c"])
+def test_other_register_tiles(without: str, tmp_path: Path) -> None:
+    """The same source for AVX2 and for SSE2."""
+    code = (
+        "import numpy as np, cuattn\n"
+        "rng = np.random.default_rng(0)\n"
+        "q, k, v, d = (rng.standard_normal((1, n, 2, 40), dtype=np.float32) for n in (70, 90, 90, 70))\n"
+        "found = []\n"
+        "for name in ('numba', 'reference'):\n"
+        "    out, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True, backend=name)\n"
+        "    found.append([out, *pullback(d)[:3]])\n"
+        "for a, b in zip(*found): assert np.abs(a - b).max() < 1e-5\n"
+    )
+    environment = {**os.environ, "CUATTN_CPU_FEATURES": without, "CUATTN_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=300)
+
+
+# ---- the code cache ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+    cpu_code.cache_directory.cache_clear()
+    yield tmp_path / "cpu"
+    cpu_code.cache_directory.cache_clear()
+
+
+def test_an_entry_is_kept_and_a_torn_one_made_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = cpu_code._object(SMALL)
+    (path,) = empty_cache.iterdir()
+    compiled = []
+    monkeypatch.setattr(cpu_code, "_compile", lambda name: compiled.append(name) or code)
+    assert cpu_code._object(SMALL) == code and not compiled
+    path.write_bytes(path.read_bytes()[:-100])
+    assert cpu_code._object(SMALL) == code and compiled == [SMALL]
+    assert cpu_code._object(SMALL) == code and len(compiled) == 1
+    assert ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(cpu_code._load(SMALL, code))
+
+
+def test_entries_depend_on_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cpu_code._key()
+    read = Path.read_text
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda self, *a, **k: read(self, *a, **k) + "#")
+        assert cpu_code._key.__wrapped__() != before
+    assert cpu_code._key.__wrapped__() == before
+
+
+def test_sources_are_all_there() -> None:
+    """A file that shapes the code and is not in the key would leave stale entries alive."""
+    folder = Path(cpu_code.__file__).parent
+    assert {path.name for path in folder.glob("cpu_*.py")} <= set(cpu_code.SOURCES)
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(blocked / "below"))
+    cpu_code.cache_directory.cache_clear()
+    try:
+        folder = cpu_code.cache_directory()
+        assert folder is None or blocked not in folder.parents
+    finally:
+        cpu_code.cache_directory.cache_clear()
+
+
+def test_a_second_process_compiles_nothing() -> None:
+    """It loads machine code, without Numba, well within a second and a half."""
+    code = (
+        "import sys, time, numpy as np\n"
+        "start = time.perf_counter()\n"
+        "import cuattn\n"
+        "q = np.ones((1, 32, 4, 32), np.float32)\n"
+        "cuattn.flash_attention(q, q, q)\n"
+        "assert 'numba' not in sys.modules\n"
+        "sys.stdout.write(str(time.perf_counter() - start))\n"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, timeout=120)  # fills the cache
+    times = [
+        float(subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, timeout=120).stdout)
+        for _ in range(3)
+    ]
+    assert min(times) < 1.5
+
+
+def test_a_long_compile_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cpu_code, "NOTICE_AFTER", 0.0)
+    with cpu_code._notice("some.entry"):
+        done = threading.Event()
+        done.wait(0.2)
+    assert "some.entry" in capfd.readouterr().err
+    monkeypatch.setattr(cpu_code, "NOTICE_AFTER", 60.0)
+    with cpu_code._notice("some.entry"):
+        pass
+    assert not capfd.readouterr().err
+
+
+def test_rows_of_no_sequence_are_empty() -> None:
+    """Packed arrays longer than their last sequence: out 0, LSE -inf, gradients 0 there."""
+    problem = cases.build(next(c for c in cases.CASES if c.layout == "thd"), "float32")
+    q, k, v = (np.concatenate([problem.arrays[n], problem.arrays[n][:3]]) for n in "qkv")
+    options = {n: problem.arrays[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
+    rest = {n: problem.options[n] for n in ("max_seqlen_q", "max_seqlen_k")}
+    spec = cases.spec_of({"q": q, "k": k, "v": v, **options}, {**rest}, "thd")
+    found = backend.prepare(spec, None, None)({"q": q, "k": k, "v": v, **options})
+    assert (found["out"][-3:] == 0).all() and (found["lse"][:, -3:] == -np.inf).all()
+    arrays = {"q": q, "k": k, "v": v, **options, **found, "dout": np.ones_like(found["out"])}
+    gradients = backend.prepare(spec, None, frozenset("qkv"))(arrays)
+    for name in ("dq", "dk", "dv"):
+        assert (gradients[name][-3:] == 0).all()
+    wanted, _ = reference.attention(spec, {"q": q, "k": k, "v": v, **options})
+    np.testing.assert_allclose(found["out"], wanted, atol=1e-5)
