@@ -68,6 +68,12 @@ def test_refusals_say_why() -> None:
     assert "broadcast" in str(family.refuses(replace(spec, dout=replace(spec.q, strides=(0, 0, 0, 1))), H200))
 
 
+def test_many_tiny_sequences_are_not_padded() -> None:
+    shape = (65536, 4, 8, 64)
+    arrays = {name: Signature("bfloat16", shape, row_major(shape)) for name in "qkv"}
+    assert "pad" in str(family.refuses(bind(arrays), H200))
+
+
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 700), (700, 300)])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"causal": True, "q_offset": 0}, {"window_size": (64, 9)}]

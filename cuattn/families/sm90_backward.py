@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..device import Device
 
 THREADS = 384
+MUCH_MEMORY = 1 << 30  # bytes of dQ sums that may be mostly padding
 SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
 
 
@@ -93,6 +94,9 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "takes rows that start on 16 bytes"
     if any(n > 1 and stride <= 0 for x in operands for n, stride in zip(x.shape, x.strides, strict=True)):
         return "takes no broadcast or reversed q, k, v or dout"
+    heads, rows = sums_shape(spec, tile_of(spec).block_m)
+    if rows > 4 * spec.seqlen_q and heads * rows * spec.head_dim * 4 > MUCH_MEMORY and not spec.varlen:
+        return f"would pad {heads} heads of {spec.seqlen_q} rows to {rows}"
     features = {
         "bias": spec.bias,
         "mask": spec.mask,
