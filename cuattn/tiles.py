@@ -47,7 +47,7 @@ FORWARD = (
     Tile(128, 64, 64, 4, 1, 1),  # sm_75: 48 KB of its 64
     Tile(256, 128, 64, 8, 1, 1),  # O takes 128 registers at 16 rows a warp
     Tile(256, 64, 64, 4, 1, 1),  # sm_86, sm_89, sm_120: 96 KB
-    Tile(256, 64, 16, 4, 1, 1),  # sm_75: 48 KB; copies pass through registers, and 32 keys spill
+    Tile(256, 64, 32, 4, 1, 1),  # sm_75: 64 KB, all it has
 )
 
 # Scores with bias, mask, dropout and the like: 16 rows a warp leave registers for addresses and random bits.
