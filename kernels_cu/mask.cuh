@@ -122,10 +122,15 @@ DEVICE Scores load_scores(const Params& p, const Entry& entry, int head) {
   return s;
 }
 
-// tanh to float32's absolute accuracy (what a score needs) with one exponential; float64 exactly.
+// tanh: for 16-bit inputs to float32's absolute accuracy with one exponential, else to the last bits, since a large cap
+// times an absolute error is more than float32 scores may be off.
 DEVICE float tanh_score(float x) {
+#if DTYPE == F32
+  return tanhf(x);
+#else
   const float e = exp2_fast(x * (float)(-2 * LOG2E));  // infinite for very negative x: the quotient is then 0
   return fmaf(2.f, reciprocal_fast(1.f + e), -1.f);
+#endif
 }
 DEVICE double tanh_score(double x) { return tanh(x); }
 

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from ..spec import AttentionSpec
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # compile-time head dims; others round up
+RESERVED = 1024  # bytes of a block's shared memory that the system takes
 PRODUCTS = {"highest": 4, "tf32": 1, "bf16": 2}  # wide.cuh's WIDE for float32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A configuration of ``fwd_wide.cu``, whose head says what the fields do, up to a head dim."""
+    """A configuration of ``fwd_wide.cu``, whose head says what the fields do, up to a head dim.
+
+    ``plain``: only for calls without bias, mask and the like, and only where float32 is three f16 products.
+    """
 
     head_dim: int
     block_m: int
@@ -32,29 +36,36 @@ class Tile:
     min_blocks: int = 1
     parts: int = 1
     side: int = 2
+    plain: bool = False
 
     @property
     def num_warps(self) -> int:
         """Each owns 16 rows."""
         return self.block_m // 16
 
-    def serves(self, spec: AttentionSpec) -> bool:
-        """Whether the row is for head dims like these."""
-        return max(spec.head_dim, spec.head_dim_v) <= self.head_dim
+    def serves(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether the row is for calls like this and fits into the device's shared memory."""
+        size = self.shared_memory(spec, device)
+        if max(spec.head_dim, spec.head_dim_v) > self.head_dim or size > device.shared_memory_per_block:
+            return False
+        together = self.min_blocks * (size + RESERVED) <= device.shared_memory_per_sm or self.min_blocks == 1
+        return together and (not self.plain or plain(spec, device))
 
     def shared_memory(self, spec: AttentionSpec, device: Device) -> int:
-        """Bytes of dynamic shared memory: Q, the stages of K and of a part's columns of V, and scales of their rows."""
+        """Bytes of dynamic shared memory: Q, stages of K and of a part's columns of V, their rows' scales."""
         d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v, self.parts) // self.parts
         tiles = self.block_m * d + self.stages * self.block_n * (d + dv)
         scales = self.block_m + 2 * self.stages * self.block_n if scaled(spec, device) else 0
         return ITEMSIZE[spec.dtype] * (tiles + scales)
 
 
-# float32: a thread keeps head_dim_v / 2 sums and block_n / 2 scores beside its operands.
+# float32: a thread keeps head_dim_v / 2 sums and block_n / 2 scores beside its operands. What was measured:
+# docs/performance/float32.md.
 FLOAT32 = (
-    Tile(64, 128, 64, 2),
+    Tile(64, 128, 32, 2, 2, plain=True),  # 65 KB, 128 registers: two blocks an SM outweigh what spills
+    Tile(64, 128, 64, 2),  # 98 KB
     Tile(64, 64, 32, 2),  # sm_75: 48 KB
-    Tile(128, 128, 32, 2),
+    Tile(128, 128, 32, 2),  # 129 KB
     Tile(128, 64, 32, 1),  # sm_86, sm_89: 64 KB; sm_75 has just that
     Tile(192, 64, 32, 1),
     Tile(192, 32, 16, 1),  # sm_75
@@ -103,11 +114,17 @@ def scaled(spec: AttentionSpec, device: Device) -> bool:
     return product(spec, device) == 4
 
 
+def plain(spec: AttentionSpec, device: Device) -> bool:
+    """Whether scores are q.k by halves, scaled, and hidden by position alone."""
+    operands = (spec.bias, spec.mask, spec.alibi_slopes)
+    more = spec.segments or spec.softcap > 0 or spec.dropout_p > 0 or any(x is not None for x in operands)
+    return scaled(spec, device) and not more
+
+
 def fitting(spec: AttentionSpec, device: Device) -> Tile | None:
     """The first row of the table that the head dims and the device's shared memory allow."""
     rows = FLOAT32 if spec.dtype == "float32" else FLOAT64
-    room = device.shared_memory_per_block
-    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec, device) <= room), None)
+    return next((row for row in rows if row.serves(spec, device)), None)
 
 
 def defines(spec: AttentionSpec, device: Device) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The wide family's backward as a ``Program``: row sums, the main kernel, the gradients of sinks and bias.
 
-Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are ``bwd_wide*.cu``
-of ``kernels_cu``; the main one adds to dq and writes dk and dv, so nothing is converted afterwards.
+Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. The kernels are
+``kernels_cu/bwd_wide*.cu``; the main one adds to dq and writes dk and dv, so nothing is converted afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ENOUGH_WAVES = 2  # of blocks: fewer, and the q heads of a group are spread over
 class Tile:
     """A configuration of ``bwd_wide.cu``, whose head says what the fields do, up to a head dim.
 
-    ``apart``: dV in a launch of its own, when dK and dV together do not fit into registers.
+    ``apart``: dV in a launch of its own, when dK and dV together do not fit into registers. ``plain``: only
+    for calls without bias, mask and the like, and only where float32 is three f16 products.
     """
 
     head_dim: int
@@ -39,18 +40,21 @@ class Tile:
     parts: int = 1
     apart: bool = False
     side: int = 4
+    plain: bool = False
 
     @property
     def num_warps(self) -> int:
         """Each owns 16 keys."""
         return self.block_n // 16
 
-    def serves(self, spec: AttentionSpec) -> bool:
-        """Whether the row is for head dims like these."""
-        return max(spec.head_dim, spec.head_dim_v) <= self.head_dim
+    def serves(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether the row is for calls like this and fits into the device's shared memory."""
+        dim = max(spec.head_dim, spec.head_dim_v)
+        wanted = dim <= self.head_dim and (not self.plain or wide.plain(spec, device))
+        return wanted and self.shared_memory(spec, device) <= device.shared_memory_per_block
 
     def shared_memory(self, spec: AttentionSpec, device: Device) -> int:
-        """Bytes of dynamic shared memory: K, V, the stages of Q, dO and of LSE and delta, dS, and scales of rows."""
+        """Bytes of dynamic shared memory: K, V, stages of Q, dO, LSE and delta, dS, and rows' scales."""
         columns = rounded(spec.head_dim, self.parts) + rounded(spec.head_dim_v, self.parts)
         rows = self.block_n + self.stages * self.block_m
         scores = 2 * self.stages * self.block_m + self.block_n * (self.block_m + 8)
@@ -60,7 +64,9 @@ class Tile:
 
 
 # float32: a thread keeps (head_dim + head_dim_v) / 2 sums and block_m scores and their gradients.
+# What was measured: docs/performance/float32.md.
 FLOAT32 = (
+    Tile(64, 64, 128, 2, plain=True),  # 163 KB
     Tile(64, 32, 64, 2, 2),  # 75 KB: two blocks an SM
     Tile(128, 32, 128, 2),  # 210 KB
     Tile(128, 32, 64, 1),  # sm_80: 105 KB
@@ -71,8 +77,8 @@ FLOAT32 = (
     Tile(256, 32, 32, 1, apart=True),  # sm_80: 133 KB
     Tile(256, 32, 16, 1, apart=True),  # sm_86, sm_89: 99 KB, all but 400 bytes
 )
-# sm_75, by FMA
-FLOAT32_PLAIN = (
+# sm_75
+FLOAT32_FMA = (
     Tile(64, 32, 64, 1),  # 58 KB
     Tile(128, 16, 32, 1),  # 51 KB
     Tile(192, 16, 16, 1, apart=True),  # 50 KB
@@ -90,9 +96,8 @@ FLOAT64 = (
 
 
 def _fitting(spec: AttentionSpec, device: Device) -> Tile | None:
-    rows = FLOAT64 if spec.dtype == "float64" else FLOAT32 if device.arch >= 80 else FLOAT32_PLAIN
-    room = device.shared_memory_per_block
-    return next((r for r in rows if r.serves(spec) and r.shared_memory(spec, device) <= room), None)
+    rows = FLOAT64 if spec.dtype == "float64" else FLOAT32 if device.arch >= 80 else FLOAT32_FMA
+    return next((row for row in rows if row.serves(spec, device)), None)
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
