@@ -60,7 +60,7 @@ ROWS = [
     Row("mma", 128, options=CAUSAL, archs=(100,)),
     Row("mma", 96, options=CAUSAL, tuned=True),
     Row("mma", 256, options=CAUSAL, tuned=True, archs=ARCHS[1:]),
-    Row("mma", 256, options=CAUSAL, archs=(75,)),  # its 64 KB leave no choice, and copies pass through registers
+    Row("mma", 256, options=CAUSAL, archs=(75,)),  # spills: its 64 KB leave no choice
     Row("mma", 64, **EVERYTHING),
     *(Row("mma", d, options=FULL, backward=True, tuned=True) for d in (64, 128)),
     *(Row("mma", d, options=CAUSAL, backward=True, tuned=True) for d in (64, 96, 128, 192, 256)),
