@@ -267,4 +267,5 @@ def check_backward(problem: Problem, found: Mapping[str, Any], *, dlse: bool = T
     oracle = reference.gradients(spec, problem.oracle_arrays, *incoming, wants)
     plain = reference.gradients(spec, problem.oracle_arrays, *incoming, wants, arithmetic)
     for name, got in found.items():
-        judge(f"d{name}", got, oracle[name], plain[name], spec.dtype)
+        coarser = max(spec.dtype, spec.gradient_dtype(name), key=lambda dtype: ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps)
+        judge(f"d{name}", got, oracle[name], plain[name], coarser)
