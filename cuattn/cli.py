@@ -374,6 +374,7 @@ def _count(value: float, unit: str) -> str:
 def _cost_table(made: planning.Plan) -> Table:
     table = Table("", "this call", "plain attention", box=SIMPLE_HEAD, pad_edge=False)
     table.add_row("arithmetic", _count(made.flops, "FLOP"), _count(made.standard_flops, "FLOP"))
+    table.add_row("products", made.products, made.spec.dtype)
     table.add_row("memory moved", _count(made.memory_bytes, "B"), _count(made.standard_bytes, "B"))
     if made.device:
         table.add_row("loaded from L2", _count(made.on_chip_bytes, "B"), "")

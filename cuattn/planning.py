@@ -97,6 +97,14 @@ class Plan:
     bandwidth: float | None
 
     @property
+    def products(self) -> str:
+        """What multiplies matrices, in words."""
+        if self.spec.dtype != "float32" or self.device is None or self.device.arch < 80:
+            return self.spec.dtype
+        words = {"highest": "float32 as three of float16 halves", "tf32": "TF32", "bf16": "bfloat16"}
+        return words[self.spec.precision]
+
+    @property
     def intensity(self) -> float:
         """Operations per byte of device memory."""
         return self.flops / max(1, self.memory_bytes)
@@ -228,8 +236,9 @@ def _peak(spec: AttentionSpec, device: Device | None) -> tuple[float | None, flo
     if spec.dtype == "float64":
         return found.double, found.bandwidth
     if spec.dtype == "float32":
-        tf32 = found.tf32 / 3 if spec.precision == "highest" else found.tf32
-        return {"bf16": found.half}.get(spec.precision, max(tf32, found.single)), found.bandwidth
+        # by tensor cores: three f16 products, or one
+        rates = {"highest": found.half / 3, "tf32": found.tf32, "bf16": found.half}
+        return max(rates[spec.precision] if found.tf32 else 0, found.single), found.bandwidth
     return found.half, found.bandwidth
 
 

@@ -68,7 +68,12 @@ ROWS = [
     *(Row("sm90", d, options=o, tuned=True, archs=HOPPER) for d in (64, 128, 256) for o in (FULL, CAUSAL)),
     *(Row("sm90", d, options=CAUSAL, backward=True, tuned=True, archs=HOPPER) for d in (64, 128)),
     *(Row("wide", 64, t, CAUSAL, backward=b) for t in ("float32", "float64") for b in (False, True)),
-    Row("wide", 128, "float32", CAUSAL),
+    # the float32 tiles that are fastest spill a few registers elsewhere: docs/performance/float32.md
+    *(Row("wide", 128, "float32", o, tuned=True, archs=(90, 100)) for o in (FULL, CAUSAL)),
+    *(Row("wide", 64, "float32", o, tuned=True, archs=(86, 89)) for o in (FULL, CAUSAL)),
+    Row("wide", 128, "float32", CAUSAL, archs=(75, 80, 86, 89, 120)),
+    Row("wide", 128, "float32", CAUSAL, backward=True),
+    *(Row("wide", 256, "float32", CAUSAL, backward=b, archs=ARCHS[1:]) for b in (False, True)),
     Row("wide", 128, "float32", (("precision", "tf32"),), archs=(80, 90)),
     Row("wide", 64, "float32", **EVERYTHING, backward=True, archs=(75, 90)),
 ]
