@@ -50,7 +50,9 @@ def varying_over(arrays: Sequence[Any], axis_name: Any) -> list[Any]:
     cast = []
     for x in arrays:
         missing = tuple(n for n in names if n not in varying_axes(x))
-        cast.append(_cast(x, missing) if missing else x)
+        changed = _cast(x, missing) if missing else x
+        # where shard_map does not track them (check_vma=False) the cast's transpose would still sum
+        cast.append(changed if varying_axes(changed).issuperset(names) else x)
     return cast
 
 
