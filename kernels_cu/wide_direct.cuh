@@ -1,5 +1,5 @@
-// Products of float32 and float64 whose operands are split or rounded on the way from shared memory to registers; what
-// wide.cuh includes for WIDE 0 to 3. No attention here.
+// Products of float32 and float64 whose operands are rounded, if at all, on the way from shared memory to registers; what
+// wide.cuh includes for WIDE 0 to 2. No attention here.
 //
 // Fragments have the places of an m16n8k8 product, with g = lane / 4 and t = lane % 4: A (g, t), (g + 8, t), (g, t + 4),
 // (g + 8, t + 4); B (t, g), (t + 4, g). A step of 16 along k is two such products, or one m16n8k16. The order of k is free
@@ -75,20 +75,10 @@ DEVICE void load_wide(u32 to, const Element* from, i64 stride, int first, int la
 
 // ---- operands: 16 steps of k --------------------------------------------------------------------------------------
 
-#if WIDE == 3
-// The rest has at most 12 bits, of which the tensor core reads 11: rounding it would not come closer than that.
-DEVICE void split(float x, u32& big, u32& small) {
-  big = to_tf32(x);
-  small = __float_as_uint(x - __uint_as_float(big));
-}
-#endif
-
 // One operand of two m16n8k8 products: PLACES is 4 for A (16 rows), 2 for B (8 columns).
 template <int PLACES>
 struct Operand {
-#if WIDE == 3
-  u32 big[2][PLACES], small[2][PLACES];
-#elif WIDE == 2
+#if WIDE == 2
   u32 pair[PLACES];
 #elif WIDE == 1
   u32 big[2][PLACES];
@@ -118,9 +108,7 @@ struct Operand {
     for (int step = 0; step < 2; step++) {
 #pragma unroll
       for (int i = 0; i < PLACES; i++) {
-#if WIDE == 3
-        split(value[step][i], big[step][i], small[step][i]);
-#elif WIDE == 1
+#if WIDE == 1
         big[step][i] = to_tf32(value[step][i]);
 #else
         x[step][i] = value[step][i];
@@ -235,10 +223,9 @@ DEVICE void multiply_step(Accum (&c)[N][4], const Element (&a)[4], const Operand
 }
 #endif
 
-// c[i] += a b[i]. Dependent products stand N apart. Tensor cores truncate where an FPU rounds, so the caller keeps
-// chains short and adds them up itself; the small products come first, while the sum is small.
+// c[i] += a b[i]. Dependent products stand N apart.
 template <int N>
-DEVICE void multiply(Accum (&c)[N][4], const OperandA& a, const OperandB (&b)[N]) {
+DEVICE void add_product(Accum (&c)[N][4], const OperandA& a, const OperandB (&b)[N], const RowFactor&) {
 #if WIDE == 2
 #pragma unroll
   for (int i = 0; i < N; i++) mma_m16n8k16_bf16(c[i], a.pair, b[i].pair[0], b[i].pair[1]);
@@ -246,37 +233,11 @@ DEVICE void multiply(Accum (&c)[N][4], const OperandA& a, const OperandB (&b)[N]
 #pragma unroll
   for (int s = 0; s < 2; s++) multiply_step<N>(c, a.x[s], b, s);
 #else
-#if WIDE == 3
-#pragma unroll
-  for (int s = 0; s < 2; s++) {
-#pragma unroll
-    for (int i = 0; i < N; i++) mma_m16n8k8_tf32(c[i], a.small[s], b[i].big[s][0], b[i].big[s][1]);
-#pragma unroll
-    for (int i = 0; i < N; i++) mma_m16n8k8_tf32(c[i], a.big[s], b[i].small[s][0], b[i].small[s][1]);
-  }
-#endif
 #pragma unroll
   for (int s = 0; s < 2; s++) {
 #pragma unroll
     for (int i = 0; i < N; i++) mma_m16n8k8_tf32(c[i], a.big[s], b[i].big[s][0], b[i].big[s][1]);
   }
-#endif
-}
-
-// c += a b, rounded as float32 additions are where that matters.
-template <int N>
-DEVICE void add_product(Accum (&c)[N][4], const OperandA& a, const OperandB (&b)[N], const RowFactor&) {
-#if WIDE == 3
-  Accum fresh[N][4];
-  zero(fresh);
-  multiply(fresh, a, b);
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) c[n][i] += fresh[n][i];
-  }
-#else
-  multiply(c, a, b);
 #endif
 }
 
