@@ -4,8 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from .api import (
     flash_attention as flash_attention,
+)
+from .api import (
     flash_attention_varlen as flash_attention_varlen,
+)
+from .api import (
     flash_attention_varlen_vjp as flash_attention_varlen_vjp,
+)
+from .api import (
     flash_attention_vjp as flash_attention_vjp,
 )
 from .backends import backends as backends
@@ -15,7 +21,8 @@ from .merge import merge_attention as merge_attention
 from .seeds import set_seed as set_seed
 
 if TYPE_CHECKING:
-    from .planning import plan as plan, precompile as precompile
+    from .planning import plan as plan
+    from .planning import precompile as precompile
 
 __version__ = "0.1.0"
 

@@ -412,8 +412,9 @@ def _explanation(made: planning.Plan) -> list[str]:
         kind = "arithmetic" if made.intensity > made.balance else "memory"
         rates = f"{_count(made.peak_flops or 0, 'FLOP/s')} and {_count(made.bandwidth or 0, 'B/s')}"
         lines.append(
-            f"[bold]Roofline.[/bold] {made.intensity:.0f} FLOP per byte against the device's {made.balance:.0f}, "
-            f"so {kind} is the limit. At {rates} no call can be faster than {_seconds(made.seconds)}."
+            f"[bold]Roofline.[/bold] {made.intensity:.0f} FLOP per byte against the device's "
+            f"{made.balance:.0f}, so {kind} is the limit. At {rates} no call can be faster than "
+            f"{_seconds(made.seconds)}."
         )
     return lines
 

@@ -22,7 +22,9 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     """
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
-        raise argument_error("lses", f"{len(lses)} arrays", f"as many as outs, which has {len(outs)}, one at least")
+        raise argument_error(
+            "lses", f"{len(lses)} arrays", f"as many as outs, which has {len(outs)}, one at least"
+        )
     home = arrays.library_of("outs", outs[0])
     adopted = [[arrays.adopt(name, x) for x in group] for name, group in (("outs", outs), ("lses", lses))]
     libraries = {library for group in adopted for library, _ in group}
@@ -61,8 +63,6 @@ def _merge(xp: Any, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     empty = total == 0
     total = xp.where(empty, xp.ones((), work), total)
     weights = exps / total
-    merged = sum(
-        w.transpose(0, 2, 1)[..., None] * x.astype(work) for w, x in zip(weights, outs, strict=True)
-    )
+    merged = sum(w.transpose(0, 2, 1)[..., None] * x.astype(work) for w, x in zip(weights, outs, strict=True))
     lse = xp.where(empty, xp.asarray(-xp.inf, work), top + xp.log(total))
-    return merged.astype(outs[0].dtype), lse  # type: ignore[union-attr]
+    return merged.astype(outs[0].dtype), lse

@@ -284,8 +284,8 @@ def attention(
     """Attention whose scores pass through ``score(s, row, column)``; forward and backward.
 
     ``q``, ``k``, ``v``: (heads, seqlen, head_dim) NumPy arrays, float32 or (on the CPU) float64, with as
-    many heads in each. ``slope``: the derivative of ``score`` with respect to s; only the backward uses it. Both must be
-    functions that Numba compiles. Returns out, LSE and a pullback from dout to (dq, dk, dv).
+    many heads in each. ``slope``: the derivative of ``score`` with respect to s; only the backward uses it.
+    Both must be functions that Numba compiles. Returns out, LSE and a pullback from dout to (dq, dk, dv).
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     kernels = _kernels(target, score, slope, q.shape[-1], v.shape[-1])

@@ -70,8 +70,10 @@ class AttentionSpec:
     window_left: int  # keys seen before the diagonal's; -1: open
     window_right: int  # keys seen after it; causal is 0; -1: open
     softcap: float
-    q_offset: int | str  # a value, "array" (operand "q_offset"), or "bottom_right" (kv length - q length, per entry)
-    dropout_p: float  # above 0 there is the operand "dropout_seed": int64 (seed, batch, head, row, column), see philox.cuh
+    q_offset: (
+        int | str
+    )  # a value, "array" (operand "q_offset"), or "bottom_right" (kv length - q length, per entry)
+    dropout_p: float  # above 0 there is the operand "dropout_seed": int64 words, see philox.cuh
     deterministic: bool
     precision: str
     layout: str  # "bshd", "bhsd", or "thd" for packed sequences
@@ -89,7 +91,9 @@ class AttentionSpec:
     varlen: bool = False
     total_q: int = 0  # varlen: rows in the packed arrays
     total_kv: int = 0
-    dout: Operand | None = None  # backward: the incoming gradient's layout; None: C-contiguous in the caller's layout
+    dout: Operand | None = (
+        None  # backward: the incoming gradient's layout; None: C-contiguous in the caller's layout
+    )
     dlse: bool = False  # backward: LSE has an incoming gradient (C-contiguous, LSE's shape)
 
     @property
@@ -181,10 +185,14 @@ def _broadcast(name: str, signature: Signature, target: tuple[int, ...]) -> Oper
         n not in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False)
     ):
         raise argument_error(
-            name, f"shape {shape}", f"a shape that broadcasts to (batch, heads_q, seqlen_q, seqlen_kv) = {target}"
+            name,
+            f"shape {shape}",
+            f"a shape that broadcasts to (batch, heads_q, seqlen_q, seqlen_kv) = {target}",
         )
     lead = len(target) - len(shape)
-    full = [0] * lead + [0 if n == 1 and m != 1 else s for n, s, m in zip(shape, strides, target[lead:], strict=True)]
+    full = [0] * lead + [
+        0 if n == 1 and m != 1 else s for n, s, m in zip(shape, strides, target[lead:], strict=True)
+    ]
     return Operand(signature.dtype, target, tuple(full), signature.align)
 
 
@@ -199,7 +207,9 @@ def _qkv(arrays: Mapping[str, Signature], layout: str) -> tuple[Operand, Operand
         if len(signature.shape) != (3 if layout == "thd" else 4):
             raise argument_error(name, f"shape {signature.shape}", wanted)
         if signature.dtype != arrays["q"].dtype:
-            raise argument_error(name, f"dtype {signature.dtype}", f"q's dtype {arrays['q'].dtype}", kind=TypeError)
+            raise argument_error(
+                name, f"dtype {signature.dtype}", f"q's dtype {arrays['q'].dtype}", kind=TypeError
+            )
     q, k, v = (canonical(arrays[name], layout) for name in "qkv")
     for name, operand in (("k", k), ("v", v)):
         if operand.shape[0] != q.shape[0]:
@@ -278,13 +288,15 @@ def _lengths(
             raise argument_error(name, f"dtype {signature.dtype}", "int32", kind=TypeError)
     batch = arrays["cu_seqlens_q"].shape[0] - 1
     if arrays["cu_seqlens_k"].shape != (batch + 1,):
-        raise argument_error("cu_seqlens_k", f"shape {arrays['cu_seqlens_k'].shape}", f"cu_seqlens_q's ({batch + 1},)")
+        raise argument_error(
+            "cu_seqlens_k", f"shape {arrays['cu_seqlens_k'].shape}", f"cu_seqlens_q's ({batch + 1},)"
+        )
     longest = []
     for name, value, total in (("max_seqlen_q", max_q, q.shape[2]), ("max_seqlen_k", max_k, k.shape[2])):
         if value is not None and (not _is_int(value) or value < 0):
             raise argument_error(name, repr(value), "an int from 0 on, or None", kind=TypeError)
         longest.append(total if value is None else min(int(value), total))
-    return batch, *longest
+    return batch, longest[0], longest[1]
 
 
 def bind(
@@ -322,7 +334,9 @@ def bind(
     if precision is not None and precision not in PRECISIONS:
         raise argument_error("precision", repr(precision), "None or " + " or ".join(map(repr, PRECISIONS)))
     if precision not in (None, "highest") and dtype != "float32":
-        raise argument_error("precision", repr(precision), f"'highest' for {dtype} inputs (others are for float32)")
+        raise argument_error(
+            "precision", repr(precision), f"'highest' for {dtype} inputs (others are for float32)"
+        )
     softcap = _number("softcap", softcap, "a finite float from 0 on (0: no cap)", 0.0, math.inf)
     dropout_p = _number("dropout_p", dropout_p, "a float in [0, 1)", 0.0, 1.0)
     if dropout_p and "dropout_seed" not in arrays:
@@ -356,11 +370,15 @@ def bind(
     bias = mask = alibi = sinks = None
     if "bias" in arrays:
         if arrays["bias"].dtype not in (dtype, "float32"):
-            raise argument_error("bias", f"dtype {arrays['bias'].dtype}", f"q's {dtype} or float32", kind=TypeError)
+            raise argument_error(
+                "bias", f"dtype {arrays['bias'].dtype}", f"q's {dtype} or float32", kind=TypeError
+            )
         bias = _broadcast("bias", arrays["bias"], target)
     if "mask" in arrays:
         if arrays["mask"].dtype != "bool":
-            raise argument_error("mask", f"dtype {arrays['mask'].dtype}", "bool (True = attend)", kind=TypeError)
+            raise argument_error(
+                "mask", f"dtype {arrays['mask'].dtype}", "bool (True = attend)", kind=TypeError
+            )
         mask = _broadcast("mask", arrays["mask"], target)
     if _check_vector(arrays, "alibi_slopes", ((heads_q,), (batch, heads_q)), (accumulator,)):
         shape, strides = arrays["alibi_slopes"].shape, arrays["alibi_slopes"].strides
@@ -373,7 +391,8 @@ def bind(
         head_dim=q.shape[3], head_dim_v=v.shape[3], softmax_scale=scale, window_left=left, window_right=right,
         softcap=softcap, q_offset=offset, dropout_p=dropout_p, deterministic=bool(deterministic),
         precision=precision or "highest", layout=layout, q=q, k=k, v=v, bias=bias,
-        bias_shape=arrays["bias"].shape if bias is not None else None, mask=mask, alibi_slopes=alibi, sinks=sinks,
+        bias_shape=arrays["bias"].shape if bias is not None else None,
+        mask=mask, alibi_slopes=alibi, sinks=sinks,
         segments=segments, q_seqlens=q_seqlens, kv_seqlens=kv_seqlens, varlen=layout == "thd",
         total_q=q.shape[2] if layout == "thd" else 0, total_kv=k.shape[2] if layout == "thd" else 0,
     )  # fmt: skip

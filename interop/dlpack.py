@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import argument_error
 
@@ -88,7 +88,7 @@ def _read_bfloat16(x: Any) -> Any:
 class _Export:
     """A bfloat16 NumPy array as a DLPack producer."""
 
-    _alive: dict[int, tuple[Any, ...]] = {}  # exported tensors, until their deleter runs
+    _alive: ClassVar[dict[int, tuple[Any, ...]]] = {}  # exported tensors, until their deleter runs
 
     def __init__(self, x: Any) -> None:
         self._array = x

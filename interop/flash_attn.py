@@ -45,7 +45,9 @@ def _result(found: tuple[Any, Any], return_attn_probs: bool) -> Any:
 def _unpack(name: str, packed: Any, axis: int, count: int) -> list[Any]:
     """q, k, v or k, v out of a packed array, as views."""
     if packed.ndim != axis + 3 or packed.shape[axis] != count:
-        raise argument_error(name, f"shape {tuple(packed.shape)}", f"{count} in axis {axis} of {axis + 3} axes")
+        raise argument_error(
+            name, f"shape {tuple(packed.shape)}", f"{count} in axis {axis} of {axis + 3} axes"
+        )
     lead = (slice(None),) * axis
     return [packed[(*lead, i)] for i in range(count)]
 
@@ -77,7 +79,7 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(q: Any, kv: Any, *args: Any, **kwargs: Any) -> Any:
-    """``flash_attn.flash_attn_kvpacked_func``: kv (batch, seqlen_kv, 2, heads_kv, head_dim); then as above."""
+    """``flash_attn.flash_attn_kvpacked_func``: kv (batch, seqlen_kv, 2, heads_kv, head_dim); as above."""
     return flash_attn_func(q, *_unpack("kv", kv, 2, 2), *args, **kwargs)
 
 
@@ -106,7 +108,7 @@ def flash_attn_varlen_func(
     *,
     dropout_seed: Any = None,
 ) -> Any:
-    """``flash_attn.flash_attn_varlen_func``: q (total_q, heads, head_dim), k and v (total_k, heads_kv, head_dim).
+    """``flash_attn.flash_attn_varlen_func``: q (total_q, heads, head_dim), k and v (total_k, …).
 
     Raises ``NotImplementedError`` for ``block_table``: paged keys come with the kv-cache function.
     """

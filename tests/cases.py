@@ -109,7 +109,10 @@ FEATURES = [
     _dense("segments_causal", 128, 128, operands={"segments": ()}, options={"causal": True}),
     _dense("kv_seqlens", 70, 90, 64, operands={"kv_seqlens": (90, 33)}, options={"causal": True}),
     _dense("q_seqlens", 70, 90, operands={"q_seqlens": (0, 41), "kv_seqlens": (90, 0)}),
-    _dense("both_seqlens_causal", 70, 90, operands={"q_seqlens": (70, 41), "kv_seqlens": (17, 65)}, options={"causal": True}),
+    _dense(
+        "both_seqlens_causal", 70, 90,
+        operands={"q_seqlens": (70, 41), "kv_seqlens": (17, 65)}, options={"causal": True},
+    ),
     _dense("q_offset_array", 70, 90, operands={"q_offset": (3, -12)}, options={"causal": True}),
     _dense("dropout", 70, 90, 64, options={"dropout_p": 0.3, "dropout_seed": 1234567890123}),
     _dense("dropout_causal_high", 64, 64, options={"dropout_p": 0.9, "dropout_seed": -5, "causal": True}),
@@ -125,8 +128,14 @@ FEATURES = [
 _CU_Q, _CU_K = (0, 0, 5, 70, 70, 199), (0, 3, 3, 80, 90, 290)
 VARLEN = [
     Case("varlen", layout="thd", head_dim=64, cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K),
-    Case("varlen_causal", layout="thd", head_dim=64, cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K, options={"causal": True}),
-    Case("varlen_window", layout="thd", cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K, options={"window_size": (20, 3)}),
+    Case(
+        "varlen_causal", layout="thd", head_dim=64,
+        cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K, options={"causal": True},
+    ),
+    Case(
+        "varlen_window", layout="thd",
+        cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K, options={"window_size": (20, 3)},
+    ),
     Case(
         "varlen_everything", layout="thd", cu_seqlens_q=_CU_Q, cu_seqlens_k=_CU_K, head_dim=40,
         operands={"alibi_slopes": (4,), "sinks": (4,)},
@@ -217,7 +226,7 @@ def spec_of(arrays: Mapping[str, Any], options: Mapping[str, Any], layout: str) 
 
 
 def keywords(problem: Problem) -> dict[str, Any]:
-    """Keyword arguments of ``flash_attention`` (``flash_attention_varlen`` for packed cases), q, k, v apart."""
+    """Keyword arguments of ``flash_attention`` (packed: ``flash_attention_varlen``), q, k, v apart."""
     named = {name: x for name, x in problem.arrays.items() if name not in ("q", "k", "v")}
     named.update(problem.options)
     if problem.case.layout != "thd":
@@ -232,7 +241,9 @@ def tolerance(plain: Any, oracle: Any, dtype: str) -> float:
         return 0.0
     largest = float(np.abs(oracle[finite]).max())
     eps = float(ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps) * (1 if NUMPY_DTYPES[dtype].itemsize == 2 else 2)
-    return 2.0 * float(np.abs(np.asarray(plain, np.float64)[finite] - oracle[finite]).max()) + eps * (largest + 1e-2)
+    return 2.0 * float(np.abs(np.asarray(plain, np.float64)[finite] - oracle[finite]).max()) + eps * (
+        largest + 1e-2
+    )
 
 
 def judge(name: str, got: Any, oracle: Any, plain: Any, dtype: str) -> None:
@@ -267,5 +278,7 @@ def check_backward(problem: Problem, found: Mapping[str, Any], *, dlse: bool = T
     oracle = reference.gradients(spec, problem.oracle_arrays, *incoming, wants)
     plain = reference.gradients(spec, problem.oracle_arrays, *incoming, wants, arithmetic)
     for name, got in found.items():
-        coarser = max(spec.dtype, spec.gradient_dtype(name), key=lambda dtype: ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps)
+        coarser = max(
+            spec.dtype, spec.gradient_dtype(name), key=lambda dtype: ml_dtypes.finfo(NUMPY_DTYPES[dtype]).eps
+        )
         judge(f"d{name}", got, oracle[name], plain[name], coarser)

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 # Before JAX starts: eight CPU devices, to test meshes on. It changes nothing for GPUs.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+)
 
 import numpy as np
 import pytest
 
 import cuattn
 from cuattn.backends import cuda
-
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -112,7 +113,9 @@ class Runner:
 
 def _strided_copy(cupy: Any, x: Any) -> Any:
     """x on the GPU with the same strides (axis order and broadcast axes)."""
-    kept = tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for s, n in zip(x.strides, x.shape, strict=True))
+    kept = tuple(
+        slice(0, 1) if s == 0 and n > 1 else slice(None) for s, n in zip(x.strides, x.shape, strict=True)
+    )
     small = x[kept]
     order = sorted(range(x.ndim), key=lambda i: -abs(small.strides[i]))
     moved = cupy.asarray(np.ascontiguousarray(small.transpose(order)))

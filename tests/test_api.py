@@ -58,7 +58,11 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("kv_seqlens", {"kv_seqlens": [-1, 2]}, ValueError),
     ("kv_segment_ids", {"q_segment_ids": np.zeros((2, 6), np.int32)}, ValueError),
     ("q_segment_ids", {"kv_segment_ids": np.zeros((2, 7), np.int32)}, ValueError),
-    ("q_segment_ids", {"q_segment_ids": np.zeros((2, 7), int), "kv_segment_ids": np.zeros((2, 7), int)}, ValueError),
+    (
+        "q_segment_ids",
+        {"q_segment_ids": np.zeros((2, 7), int), "kv_segment_ids": np.zeros((2, 7), int)},
+        ValueError,
+    ),
     ("bias", {"bias": np.zeros((5, 7), np.float32)}, ValueError),
     ("bias", {"bias": np.zeros((1, 2, 4, 6, 7), np.float32)}, ValueError),
     ("bias", {"bias": np.zeros((6, 7), np.int32)}, TypeError),
@@ -72,7 +76,9 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "changes", "kind"), BAD, ids=[f"{a}-{i}" for i, (a, _, _) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("argument", "changes", "kind"), BAD, ids=[f"{a}-{i}" for i, (a, _, _) in enumerate(BAD)]
+)
 @pytest.mark.parametrize("backend", ["reference", "numba"])
 def test_wrong_input_names_the_argument(
     normal: Normal, argument: str, changes: dict[str, Any], kind: type[Exception], backend: str
@@ -99,7 +105,9 @@ PACKED_BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
 @pytest.mark.parametrize(
     ("argument", "changes", "kind"), PACKED_BAD, ids=[f"{a}-{i}" for i, (a, _, _) in enumerate(PACKED_BAD)]
 )
-def test_wrong_packed_input(normal: Normal, argument: str, changes: dict[str, Any], kind: type[Exception]) -> None:
+def test_wrong_packed_input(
+    normal: Normal, argument: str, changes: dict[str, Any], kind: type[Exception]
+) -> None:
     arguments = {
         "q": normal(6, 4, 8), "k": normal(7, 2, 8), "v": normal(7, 2, 8),
         "cu_seqlens_q": np.array([0, 2, 5, 6]), "cu_seqlens_k": np.array([0, 3, 3, 7]), **changes,
@@ -125,7 +133,7 @@ def test_wrong_incoming_gradients(normal: Normal) -> None:
     ):
         with pytest.raises(kind, match=rf"^{name}: "):
             pullback(dout, dlse)
-    with pytest.raises(ValueError, match="^wants: "):
+    with pytest.raises(ValueError, match=r"^wants: "):
         pullback(normal(2, 6, 4, 8), wants=("bias",))
 
 
@@ -163,7 +171,9 @@ def test_small_operands_of_any_integer_dtype(normal: Normal) -> None:
     given = qkv(normal)
     wanted = cuattn.flash_attention(**given, kv_seqlens=np.array([3, 7], np.int32), **REFERENCE)
     for lengths in ([3, 7], (3, 7), np.array([3, 7], np.uint8), np.array([3, 0, 7])[::2]):
-        np.testing.assert_array_equal(cuattn.flash_attention(**given, kv_seqlens=lengths, **REFERENCE), wanted)
+        np.testing.assert_array_equal(
+            cuattn.flash_attention(**given, kv_seqlens=lengths, **REFERENCE), wanted
+        )
     np.testing.assert_array_equal(
         cuattn.flash_attention(**given, causal=True, q_offset=np.int64(1), **REFERENCE),
         cuattn.flash_attention(**given, causal=True, q_offset=[1, 1], **REFERENCE),
@@ -220,7 +230,7 @@ def test_mixed_libraries_are_refused(normal: Normal) -> None:
         def __dlpack__(self, **options: Any) -> Any:
             raise BufferError("not exportable")
 
-    with pytest.raises(TypeError, match="^k: .*not exportable"):
+    with pytest.raises(TypeError, match=r"^k: .*not exportable"):
         cuattn.flash_attention(given["q"], Closed(given["k"]), given["v"])
     out = cuattn.flash_attention(jnp.asarray(given["q"]), given["k"], given["v"])
     assert isinstance(out, type(jnp.zeros(())))
@@ -231,8 +241,12 @@ def test_a_second_call_with_other_values_and_the_same_shapes(normal: Normal, cau
     for seed in range(3):
         given = {n: x + seed for n, x in qkv(normal).items()}
         for backend in ("reference", "numba"):
-            out = cuattn.flash_attention(**given, causal=causal, dropout_p=0.5, dropout_seed=seed, backend=backend)
-            again = cuattn.flash_attention(**given, causal=causal, dropout_p=0.5, dropout_seed=seed, **REFERENCE)
+            out = cuattn.flash_attention(
+                **given, causal=causal, dropout_p=0.5, dropout_seed=seed, backend=backend
+            )
+            again = cuattn.flash_attention(
+                **given, causal=causal, dropout_p=0.5, dropout_seed=seed, **REFERENCE
+            )
             np.testing.assert_allclose(out, again, rtol=1e-5, atol=1e-5)
 
 
@@ -259,7 +273,7 @@ def test_flash_attn_names(normal: Normal) -> None:
         np.testing.assert_array_equal(function(*x, causal=True), packed)
     with pytest.raises(NotImplementedError, match="block_table"):
         fa.flash_attn_varlen_func(*(x.reshape(12, 4, 8) for x in (q, k, v)), cu, cu, 6, 6, block_table=1)
-    with pytest.raises(ValueError, match="^kv: "):
+    with pytest.raises(ValueError, match=r"^kv: "):
         fa.flash_attn_kvpacked_func(q, q)
     cuattn.set_seed(3)
     first = [fa.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2)]

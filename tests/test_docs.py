@@ -34,7 +34,9 @@ def test_examples_print_what_the_page_says(page: Path) -> None:
 
 def needs(text: str) -> list[str]:
     """Array libraries that a block imports and that are missing here."""
-    missing = [name for name in ("cupy", "jax") if f"import {name}" in text and not importlib.util.find_spec(name)]
+    missing = [
+        name for name in ("cupy", "jax") if f"import {name}" in text and not importlib.util.find_spec(name)
+    ]
     if "import cupy" in text and not missing:
         import cupy
 

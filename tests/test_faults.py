@@ -21,7 +21,9 @@ from cuattn.backends import reference
 Normal = Callable[..., Any]
 
 
-def oracle(arrays: dict[str, Any], dout: Any, dlse: Any = None, **options: Any) -> tuple[Any, Any, dict[str, Any]]:
+def oracle(
+    arrays: dict[str, Any], dout: Any, dlse: Any = None, **options: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     layout = options.pop("layout", "thd" if "cu_seqlens_q" in arrays else "bshd")
     spec = cases.spec_of(arrays, options, layout)
     full = arrays if "dropout_seed" not in options else {**arrays, "dropout_seed": options["dropout_seed"]}
@@ -65,7 +67,10 @@ def test_a_nan_that_nothing_sees(run: Runner, how: str, where: str, bad: float) 
     elif how == "length":
         arrays["kv_seqlens"] = np.array([1], np.int32)
     elif how == "segments":
-        arrays |= {"q_segment_ids": np.zeros((1, 2), np.int32), "kv_segment_ids": np.array([[0, 1]], np.int32)}
+        arrays |= {
+            "q_segment_ids": np.zeros((1, 2), np.int32),
+            "kv_segment_ids": np.array([[0, 1]], np.int32),
+        }
     else:
         options = {"window_size": (-1, 0), "q_offset": -1}
     clean = run(arrays, dout=np.ones_like(x), **options)
@@ -140,7 +145,9 @@ def test_length_one(run: Runner) -> None:
 
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (300, 150)])
 @pytest.mark.parametrize("corner", ["bottom_right", "top_left"])
-def test_the_causal_corner_is_explicit(run: Runner, normal: Normal, lengths: tuple[int, int], corner: str) -> None:
+def test_the_causal_corner_is_explicit(
+    run: Runner, normal: Normal, lengths: tuple[int, int], corner: str
+) -> None:
     """pytorch#108108, flash-attention#1778: two libraries, two answers."""
     sq, sk = lengths
     q, k, v = normal(1, sq, 1, 16), normal(1, sk, 1, 16), normal(1, sk, 1, 16)
@@ -163,7 +170,11 @@ def test_packed_sequences_of_one_and_of_none(run: Runner, normal: Normal) -> Non
     dout = normal(2, 9, 64)
     out, _, grads = run(arrays, dout=dout, causal=True, softmax_scale=1.0, max_seqlen_q=1, max_seqlen_k=5)
     for token, keys in ((0, slice(0, 3)), (1, slice(3, 8))):
-        one = {"q": arrays["q"][None, token : token + 1], "k": arrays["k"][None, keys], "v": arrays["v"][None, keys]}
+        one = {
+            "q": arrays["q"][None, token : token + 1],
+            "k": arrays["k"][None, keys],
+            "v": arrays["v"][None, keys],
+        }
         wanted, _, wanted_grads = oracle(one, dout[None, token : token + 1], softmax_scale=1.0)
         close(out[token : token + 1], wanted[0])
         close(grads["k"][keys], wanted_grads["k"][0], 1e-4)
@@ -214,7 +225,9 @@ def test_strides_of_each_operand_alone(run: Runner, normal: Normal, which: str) 
     views = _views(arrays[which])
     if which == "dout":
         row = arrays["dout"][:, :1]
-        wanted_row = call({**arrays, "dout": np.ascontiguousarray(np.broadcast_to(row, arrays["dout"].shape))})
+        wanted_row = call(
+            {**arrays, "dout": np.ascontiguousarray(np.broadcast_to(row, arrays["dout"].shape))}
+        )
         found_row = call({**arrays, "dout": np.broadcast_to(row, arrays["dout"].shape)})
         for name in "qkv":
             close(found_row[2][name], wanted_row[2][name], 2e-3)
@@ -231,7 +244,10 @@ def test_a_broadcast_bias_view_and_a_broadcast_mask(run: Runner, normal: Normal)
     q, k, v = (normal(2, s, 32, 16) for _ in range(3))
     bias = normal(2, 1, s, s)
     seen = np.broadcast_to(bias, (2, 32, s, s))
-    close(run({"q": q, "k": k, "v": v, "bias": seen}, gradients=False)[0], oracle({"q": q, "k": k, "v": v, "bias": bias}, None)[0])
+    close(
+        run({"q": q, "k": k, "v": v, "bias": seen}, gradients=False)[0],
+        oracle({"q": q, "k": k, "v": v, "bias": bias}, None)[0],
+    )
     q, k, v = (normal(4, 4, 32, 16, dtype=ml_dtypes.bfloat16) for _ in range(3))
     mask = np.random.default_rng(2).random((4, 1, 1, 4)) < 0.7
     arrays = {"q": q, "k": k, "v": v, "mask": mask}
@@ -242,14 +258,25 @@ def test_a_broadcast_bias_view_and_a_broadcast_mask(run: Runner, normal: Normal)
 def test_a_bias_of_any_width(run: Runner, normal: Normal, width: int) -> None:
     """xformers#808, #813: the user had to allocate a wider bias and slice it."""
     q, k, v = normal(3, 77, 2, 64), normal(3, width, 2, 64), normal(3, width, 2, 64)
-    arrays = {n: x.astype(np.float16) for n, x in (("q", q), ("k", k), ("v", v), ("bias", normal(3, 2, 77, width)))}
+    arrays = {
+        n: x.astype(np.float16) for n, x in (("q", q), ("k", k), ("v", v), ("bias", normal(3, 2, 77, width)))
+    }
     close(run(arrays, gradients=False)[0], oracle(arrays, None)[0], 2e-3)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 33, 33), (1, 8, 33, 33), (2, 1, 33, 33), (1, 1, 1, 33), (1, 8, 1, 1), (33,)])
-def test_the_bias_gradient_has_the_shape_of_the_bias(run: Runner, normal: Normal, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 33, 33), (1, 8, 33, 33), (2, 1, 33, 33), (1, 1, 1, 33), (1, 8, 1, 1), (33,)]
+)
+def test_the_bias_gradient_has_the_shape_of_the_bias(
+    run: Runner, normal: Normal, shape: tuple[int, ...]
+) -> None:
     """jax#30593, #27184: ValueError for batch above 1, or no gradient."""
-    arrays = {"q": normal(2, 33, 8, 16), "k": normal(2, 33, 8, 16), "v": normal(2, 33, 8, 16), "bias": normal(*shape)}
+    arrays = {
+        "q": normal(2, 33, 8, 16),
+        "k": normal(2, 33, 8, 16),
+        "v": normal(2, 33, 8, 16),
+        "bias": normal(*shape),
+    }
     dout = normal(2, 33, 8, 16)
     close(run(arrays, dout=dout)[2]["bias"], oracle(arrays, dout)[2]["bias"], 1e-4)
 
@@ -265,14 +292,20 @@ def test_a_window_as_wide_as_causal(run: Runner, normal: Normal) -> None:
     """flash-attention#1133."""
     arrays = {n: normal(1, 64, 2, 16) for n in "qkv"}
     close(
-        run(arrays, gradients=False, window_size=(63, 0))[0], run(arrays, gradients=False, causal=True)[0], 1e-6
+        run(arrays, gradients=False, window_size=(63, 0))[0],
+        run(arrays, gradients=False, causal=True)[0],
+        1e-6,
     )
 
 
 @pytest.mark.parametrize("left", [3, 4])
 def test_left_counts_earlier_keys(run: Runner, normal: Normal, left: int) -> None:
     """transformers#39408: one library counts the own token, one does not."""
-    arrays = {"q": normal(1, 8, 1, 8), "k": normal(1, 8, 1, 8), "v": np.eye(8, dtype=np.float32)[None, :, None]}
+    arrays = {
+        "q": normal(1, 8, 1, 8),
+        "k": normal(1, 8, 1, 8),
+        "v": np.eye(8, dtype=np.float32)[None, :, None],
+    }
     out, _, _ = run(arrays, gradients=False, window_size=(left, 0))
     assert (np.flatnonzero(out[0, 7, 0]) == np.arange(7 - left, 8)).all()
 
@@ -283,7 +316,12 @@ NAMES = ("q", "k", "v", "bias")
 @pytest.mark.parametrize("wants", [c for n in range(1, 5) for c in combinations(NAMES, n)], ids="".join)
 def test_any_subset_of_gradients(run: Runner, normal: Normal, wants: tuple[str, ...]) -> None:
     """pytorch#148476: LSE was not saved when only the mask needed a gradient."""
-    arrays = {"q": normal(1, 20, 2, 16), "k": normal(1, 24, 2, 16), "v": normal(1, 24, 2, 16), "bias": normal(2, 20, 24)}
+    arrays = {
+        "q": normal(1, 20, 2, 16),
+        "k": normal(1, 24, 2, 16),
+        "v": normal(1, 24, 2, 16),
+        "bias": normal(2, 20, 24),
+    }
     dout = normal(1, 20, 2, 16)
     found = run(arrays, dout=dout, wants=wants)[2]
     wanted = oracle(arrays, dout)[2]
@@ -347,7 +385,10 @@ def test_merging_nothing_and_merging_halves(run: Runner, normal: Normal) -> None
     close(run.back(weight), np.full((1, 1, 1, 1), 0.168), 1e-3)
     arrays = {"q": normal(1, 5, 2, 32), "k": normal(1, 700, 2, 32), "v": normal(1, 700, 2, 32)}
     whole = run(arrays, gradients=False)
-    parts = [run({**arrays, **{n: arrays[n][:, p] for n in "kv"}}, gradients=False) for p in (slice(0, 600), slice(600, 700))]
+    parts = [
+        run({**arrays, **{n: arrays[n][:, p] for n in "kv"}}, gradients=False)
+        for p in (slice(0, 600), slice(600, 700))
+    ]
     out, lse = cuattn.merge_attention([run.to(p[0]) for p in parts], [run.to(p[1]) for p in parts])
     close(run.back(out), whole[0], 1e-5)
     close(run.back(lse), whole[1], 1e-5)

@@ -1,4 +1,4 @@
-"""Combinations nobody thought of: all pairs of option values, and hypothesis over shapes, strides and options."""
+"""Combinations nobody thought of: all pairs of options, and hypothesis over shapes, strides and options."""
 
 from __future__ import annotations
 
@@ -58,7 +58,12 @@ def case_of(row: dict[str, Any]) -> cases.Case:
     (sq, sk), (hq, hkv), (d, dv) = row["shape"], row["heads"], row["head_dim"]
     batch = 2
     operands: dict[str, Any] = {}
-    bias_shapes = {"full": (batch, hq, sq, sk), "heads": (hq, sq, 1), "keys": (batch, 1, 1, sk), "float32": (1, 1, sq, sk)}
+    bias_shapes = {
+        "full": (batch, hq, sq, sk),
+        "heads": (hq, sq, 1),
+        "keys": (batch, 1, 1, sk),
+        "float32": (1, 1, sq, sk),
+    }
     if row["bias"]:
         operands["bias_float32" if row["bias"] == "float32" else "bias"] = bias_shapes[row["bias"]]
     if row["mask"]:
@@ -74,7 +79,11 @@ def case_of(row: dict[str, Any]) -> cases.Case:
         operands["kv_seqlens"] = (sk // 3, sk)
     if row["q_offset"]:
         operands["q_offset"] = (2, -3)
-    options: dict[str, Any] = {"softcap": row["softcap"], "deterministic": row["deterministic"], **row["window"]}
+    options: dict[str, Any] = {
+        "softcap": row["softcap"],
+        "deterministic": row["deterministic"],
+        **row["window"],
+    }
     if row["q_offset"]:
         options.pop("q_offset", None)
     if row["dropout_p"]:
@@ -127,7 +136,11 @@ def test_any_combination(kind: str) -> None:
     """No crash, no NaN, no wrong value."""
 
     @settings(
-        max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
     @given(ROWS)
     def inner(row: dict[str, Any]) -> None:

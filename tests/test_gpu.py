@@ -1,4 +1,4 @@
-"""CuPy arrays on a GPU: streams, graphs, devices, threads, memory, sizes past 2^31 and 65535, repeatability."""
+"""CuPy arrays on a GPU: streams, graphs, devices, threads, memory, huge sizes, repeatability."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_threads() -> None:
         try:
             with cupy.cuda.Stream(non_blocking=True):
                 for i in range(20):
-                    q, k, v = (draw(1, 64 + i + seed, 2, 32 + 16 * seed, dtype="float32", seed=j) for j in range(3))
+                    q, k, v = (
+                        draw(1, 64 + i + seed, 2, 32 + 16 * seed, dtype="float32", seed=j) for j in range(3)
+                    )
                     close(cuattn.flash_attention(q, k, v), plain(q, k, v), 1e-4)
         except BaseException as error:
             failures.append(error)
@@ -121,7 +123,7 @@ def test_another_device_than_the_current_one() -> None:
     with cupy.cuda.Device(0):
         out = cuattn.flash_attention(q, k, v)
         assert cupy.cuda.Device().id == 0 and out.device.id == 1
-        with pytest.raises(ValueError, match="^k: "):
+        with pytest.raises(ValueError, match=r"^k: "):
             cuattn.flash_attention(q, cupy.zeros_like(cupy.asarray(k.get())), v)
     with cupy.cuda.Device(1):
         close(out, wanted, 1e-4)
@@ -184,7 +186,11 @@ def test_memory_is_linear(tokens: int) -> None:
 @pytest.mark.parametrize("case", ["causal", "gqa", "bias", "varlen"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deterministic_is_bit_equal(case: str, dtype: str) -> None:
-    q, k, v = draw(2, 700, 8, 64, dtype=dtype), draw(2, 900, 8, 64, dtype=dtype), draw(2, 900, 8, 64, dtype=dtype)
+    q, k, v = (
+        draw(2, 700, 8, 64, dtype=dtype),
+        draw(2, 900, 8, 64, dtype=dtype),
+        draw(2, 900, 8, 64, dtype=dtype),
+    )
     options: dict[str, Any] = {"deterministic": True, "causal": True}
     function = cuattn.flash_attention_vjp
     if case == "gqa":
@@ -253,7 +259,9 @@ def test_the_first_call_of_a_process(tmp_path: Any, backward: bool) -> None:
     """Under 5 s with an empty cache, under 0.3 s in a second process."""
     environment = {**os.environ, "CUATTN_CACHE_DIR": str(tmp_path)}
     seconds = [
-        float(subprocess.check_output([sys.executable, "-c", FIRST.format(backward=backward)], env=environment))
+        float(
+            subprocess.check_output([sys.executable, "-c", FIRST.format(backward=backward)], env=environment)
+        )
         for _ in range(3)
     ]
     assert seconds[0] < 5.0, seconds

@@ -2,7 +2,7 @@
 
 Inexpressible, by the contract: the output ``qk_matmul_output`` (raw scores and probabilities are not
 offered), so Y and the caches of those nodes are checked and that output is not. The expanded variants (the
-same operator as a graph of primitive nodes) and FlexAttention (scores changed by a subgraph) are other operators.
+same operator as a graph of primitive nodes) and FlexAttention (scores changed by a subgraph) are others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def node_tests() -> dict[str, Any]:
     return {
         t.name: t
         for t in found
-        if t.model is not None and len(t.model.graph.node) == 1 and t.model.graph.node[0].op_type == "Attention"
+        if t.model is not None
+        and len(t.model.graph.node) == 1
+        and t.model.graph.node[0].op_type == "Attention"
     }
 
 

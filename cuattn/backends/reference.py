@@ -51,7 +51,7 @@ class _Head:
 
     @property
     def visible(self) -> Array:
-        return self.scores != -np.inf
+        return np.asarray(self.scores != -np.inf)
 
 
 def _to_bhsd(spec: AttentionSpec, x: Array) -> Array:
@@ -100,7 +100,9 @@ def _dropout_key(given: Any) -> list[int]:
     return found if len(found) == 5 else [found[0], 0, 0, 0, 0]
 
 
-def _hidden(spec: AttentionSpec, arrays: Mapping[str, Array], head: tuple[int, int], distance: Array) -> Array:
+def _hidden(
+    spec: AttentionSpec, arrays: Mapping[str, Array], head: tuple[int, int], distance: Array
+) -> Array:
     """Which scores the window, the mask and the segments hide; ``distance`` is key - diagonal."""
     b, h = head
     hidden = np.zeros(distance.shape, bool)
@@ -127,7 +129,7 @@ def _heads(spec: AttentionSpec, arrays: Mapping[str, Array], rnd: Arithmetic) ->
         q_len, kv_len = rows.stop - rows.start, columns.stop - columns.start
         keep: Array | float = 1.0
         if spec.dropout_p:
-            where = (first[0] + b, *first[1:])
+            where = (first[0] + b, first[1], first[2], first[3])
             kept = philox.keep_mask(seed, spec.dropout_p, 1, spec.heads_q, q_len, kv_len, first=where)
             keep = kept[0] / (1.0 - spec.dropout_p)
         offset = _offset(spec, arrays, b, q_len, kv_len)
@@ -169,7 +171,8 @@ def attention(
 ) -> tuple[Array, Array]:
     """Out in the caller's layout and LSE (batch, heads, seqlen_q), or (heads, total_q) packed; float64.
 
-    ``rnd`` other than float64 gives plain attention as that arithmetic does it. A query, key or value that nothing sees has no influence, NaN and inf included.
+    ``rnd`` other than float64 gives plain attention as that arithmetic does it. A query, key or value that
+    nothing sees has no influence, NaN and inf included.
     """
     v = _to_bhsd(spec, np.asarray(arrays["v"], rnd.dtype))
     q_shape = _to_bhsd(spec, np.asarray(arrays["q"])).shape
@@ -179,8 +182,8 @@ def attention(
         for head in _heads(spec, arrays, rnd):
             b = 0 if spec.varlen else head.batch
             weights, lse[b, head.head, head.rows] = _softmax(spec, arrays, head, rnd)
-            seen = head.visible.any(axis=0)
-            values = np.where(seen[:, None], v[b, head.head // spec.group, head.columns], rnd.dtype(0))
+            seen = head.visible.any(axis=0, keepdims=True).T
+            values = np.where(seen, v[b, head.head // spec.group, head.columns], rnd.dtype(0))
             out[b, head.head, head.rows] = rnd(rnd(weights * head.keep) @ values)
     return _from_bhsd(spec, out), lse[0] if spec.varlen else lse
 
@@ -208,8 +211,8 @@ def gradients(
         for head in _heads(spec, arrays, rnd):
             b, h = 0 if spec.varlen else head.batch, head.head
             weights, lse = _softmax(spec, arrays, head, rnd)
-            rows = head.visible.any(axis=1)[:, None]
-            columns = head.visible.any(axis=0)[:, None]
+            rows: Array = np.asarray(head.visible.any(axis=1, keepdims=True))
+            columns: Array = np.asarray(head.visible.any(axis=0, keepdims=True)).T
             zero = rnd.dtype(0)
             head_q = np.where(rows, q[b, h, head.rows], zero)
             head_k = np.where(columns, k[b, h // spec.group, head.columns], zero)
