@@ -5,6 +5,8 @@ key/value head grow in sums of their own. Five products, no atomics: the same in
 Scores and scratch are laid out as in ``cpu_scores.py``.
 """
 
+# mypy: ignore-errors
+# (Numba types what it compiles.)
 from __future__ import annotations
 
 import math
@@ -41,7 +43,7 @@ Scratch = namedtuple(
         "q", "dout",  # as panels
         "k", "v", "s", "ds",
         "terms", "slope", "keep",  # features' blocks
-        "lse", "delta", "low", "high",  # per row; LSE in base 2, +inf where the row sees nothing
+        "lse", "lse_rest", "delta", "low", "high",  # per row; LSE in base 2, +inf where the row sees nothing
         "work", "ignored", "factor", "ones", "limits", "seen", "dq",
     ),
 )  # fmt: skip
@@ -69,7 +71,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         keys_k, keys_v = up(keys * dim_k * size, LINE), up(keys * dim_v * size, LINE)
         limit = up(32 * (rows // width), LINE)
         total = 3 * step_k + 2 * step_v + max(step_k, step_v) + keys_k + keys_v + 2 * area + 3 * extra
-        base = malloc(total + 4 * stat + 2 * panel + 2 * LINE + limit + up(keys, LINE) + more)
+        base = malloc(total + 5 * stat + 2 * panel + 2 * LINE + limit + up(keys, LINE) + more)
         q_rows = up(base, LINE)
         dout_rows = q_rows + step_k
         q = dout_rows + step_v
@@ -80,17 +82,21 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         ds = s + area
         terms = ds + area
         lse = terms + 3 * extra
-        work = lse + 4 * stat
+        work = lse + 5 * stat
         ignored = work + max(step_k, step_v)
         factor = ignored + panel
         ones = factor + LINE
         limits = ones + panel
         seen = limits + limit
         memory.fill(ones, width, real(1.0))
-        put(factor, 0, real(LOG2E if features or scale(p) == 0.0 else abs(scale(p)) * LOG2E))
+        exact = LOG2E if features or scale(p) == 0.0 else abs(scale(p)) * LOG2E
+        put(
+            factor, 0, real(exact * (1.0 - 2.0**-24))
+        )  # rounded down, the rest behind it: > 0, so that -inf stays
+        put(factor, 1, real(max(exact - np.float64(get(factor, 0)), 1e-37)))
         return Scratch(
             base, rows, keys, dim_k, dim_v, q_rows, dout_rows, q, dout, k, v, s, ds, terms, terms + extra,
-            terms + 2 * extra, lse, lse + stat, lse + 2 * stat, lse + 3 * stat, work, ignored, factor, ones,
+            terms + 2 * extra, lse, lse + stat, lse + 2 * stat, lse + 3 * stat, lse + 4 * stat, work, ignored, factor, ones,
             limits, seen, seen + up(keys, LINE),
         )  # fmt: skip
 
@@ -121,6 +127,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
                 memory.fill(at.q_rows + i * at.dim_k * size, at.dim_k, real(0.0))
                 memory.fill(at.dout_rows + i * at.dim_v * size, at.dim_v, real(0.0))
                 put(at.lse, i, real(np.inf))
+                put(at.lse_rest, i, real(0.0))
                 put(at.delta, i, real(0.0))
                 continue
             source = out + i * get_i64(p, P.out_stride_s)
@@ -129,6 +136,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             if get_i64(p, P.dlse):
                 delta -= get(get_i64(p, P.dlse), lse + i)
             put(at.lse, i, real(np.float64(x) * LOG2E))
+            put(at.lse_rest, i, real(np.float64(x) * LOG2E - np.float64(get(at.lse, i))))
             put(at.delta, i, delta)
         block.to_panels(at.q_rows, panels, at.dim_k, at.q)
         block.to_panels(at.dout_rows, panels, at.dim_v, at.dout)
@@ -191,7 +199,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         )
         slope = at.slope + block_at if cap > real(0.0) else 0
         score.apply_terms(s, terms, padded, real(scale(p)), cap, slope, at.ignored)
-        simd.weights(s, ds, padded, at.factor, at.lse + lane * size, at.delta)
+        simd.weights(s, ds, padded, at.factor, at.lse + lane * size, at.lse_rest + lane * size, at.delta)
         keep = 0
         if get_f64(p, P.dropout_scale) > 0.0:
             keep = at.keep + block_at
@@ -219,7 +227,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             memory.fill(target + (skip + live) * width * size, (padded - skip - live) * width, real(0.0))
         s, ds = s + skip * width * size, ds + skip * width * size
         k, q = at.k + skip * at.dim_k * size, at.q + lane * at.dim_k * size
-        lse, delta = at.lse + lane * size, at.delta + lane * size
+        lse, rest, delta = at.lse + lane * size, at.lse_rest + lane * size, at.delta + lane * size
         low_max, high_min = get_i64(at.limits, 4 * panel + 1), get_i64(at.limits, 4 * panel + 2)
         j, dim = j0 + skip, get_i64(p, P.head_dim)
         if low_max <= j and j + live - 1 <= high_min:
@@ -230,9 +238,9 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         if need_scores:
             v, dout = at.v + skip * at.dim_v * size, at.dout + lane * at.dim_v * size
             simd.scores(v, at.dim_v, live, dout, at.dim_v, ds, at.ignored, 0, 0, 0)
-            simd.score_gradient(s, ds, live, at.factor, lse, delta)
+            simd.score_gradient(s, ds, live, at.factor, lse, rest, delta)
         else:
-            simd.weights(s, ds, live, at.factor, lse, delta)
+            simd.weights(s, ds, live, at.factor, lse, rest, delta)
 
     return cpu_simd.namespace(
         "gradients", scratch=scratch, load=load, load_keys=load_keys, live_keys=live_keys,

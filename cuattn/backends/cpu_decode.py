@@ -5,6 +5,8 @@ together. Vectors run along the head dimension here, not along query rows as in 
 features: calls that have some take the tiles.
 """
 
+# mypy: ignore-errors
+# (Numba types what it compiles.)
 from __future__ import annotations
 
 import math

@@ -433,20 +433,25 @@ def _make_weights(v: _Vectors, isa: Isa, gradient: bool) -> Any:
     width, vectors = isa.width(v.itemsize), isa.vectors
 
     @intrinsic
-    def weights(ctx: Any, s: Any, dp: Any, keys: Any, factor: Any, lse: Any, delta: Any) -> Any:
-        """s = 2^(factor * s - lse) in place and, for the gradient, dp = s * (dp - delta), 0 where s is 0."""
+    def weights(ctx: Any, s: Any, dp: Any, keys: Any, factor: Any, lse: Any, rest: Any, delta: Any) -> Any:
+        """s = 2^(factor * s - lse) in place and, for the gradient, dp = s * (dp - delta), 0 where s is 0.
+
+        factor and lse are sums of two numbers each: factor and the positive number behind it, lse and rest.
+        """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            s, dp, lse, delta = (v.pointer(b, args[i]) for i in (0, 1, 4, 5))
-            factor = v.splat(b, b.load(v.pointer(b, args[3])))
+            s, dp, factor, lse, rest, delta = (v.pointer(b, args[i]) for i in (0, 1, 3, 4, 5, 6))
+            factors = [v.splat(b, b.load(v.at(b, factor, i))) for i in range(2)]
             one, smallest = v.constant(1.0), v.constant(v.smallest)
-            lses = [b.fneg(v.load(b, lse, i * v.lanes)) for i in range(vectors)]
+            lses, rests = ([b.fneg(v.load(b, x, i * v.lanes)) for i in range(vectors)] for x in (lse, rest))
             deltas = [v.load(b, delta, i * v.lanes) for i in range(vectors)]
             loop = _Loop(b, _i64(0), args[2], 1, [s, dp])
             s, dp = loop.carried
             for i in range(vectors):
                 at = i * v.lanes
-                p = v.exp2(b, v.fma(b, v.load(b, s, at), factor, lses[i]), one, smallest)
+                x = v.load(b, s, at)
+                x = b.fadd(v.fma(b, x, factors[0], lses[i]), v.fma(b, x, factors[1], rests[i]))
+                p = v.exp2(b, x, one, smallest)
                 v.store(b, p, s, at)
                 if gradient:
                     d = b.fmul(p, b.fsub(v.load(b, dp, at), deltas[i]))
@@ -454,7 +459,7 @@ def _make_weights(v: _Vectors, isa: Isa, gradient: bool) -> Any:
             loop.close([v.at(b, s, width), v.at(b, dp, width)])
             return context.get_dummy_value()
 
-        return _void(6), codegen
+        return _void(7), codegen
 
     return weights
 

@@ -346,7 +346,7 @@ class _Run:
 
     def __init__(self, hosts: list[Host], entries: list[int]) -> None:
         self._blocks = [np.frombuffer(host.block_words, np.int64).copy() for host in hosts]
-        self.words = [memoryview(block) for block in self._blocks]
+        self.words = [block.data for block in self._blocks]
         steps = zip(entries, self._blocks, hosts, strict=True)
         self.job = make_job([(entry, block.ctypes.data, host.tiles) for entry, block, host in steps])
         self.address = self.job.ctypes.data
