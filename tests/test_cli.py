@@ -42,7 +42,7 @@ def test_bench_writes_a_record_and_a_plot(tmp_path: Path) -> None:
 
 def test_bench_goes_on_alone_where_standard_attention_is_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "available_memory", lambda _: 2 * 128 * 128 * 4 * 4)
-    setup = bench.Setup("numpy", "float32", 1, 1, 1, 16, False, True, (64, 128, 256), 60.0)
+    setup = bench.Setup("numpy", "float32", 1, 1, 1, 16, False, True, (64, 128, 256), 3600.0)
     rows = list(bench.run(setup))
     assert [row.standard is None for row in rows] == [False, False, True]
     assert "GiB" in rows[-1].skipped
