@@ -96,7 +96,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         put(factor, 1, real(max(exact - np.float64(get(factor, 0)), 1e-37)))
         return Scratch(
             base, rows, keys, dim_k, dim_v, q_rows, dout_rows, q, dout, k, v, s, ds, terms, terms + extra,
-            terms + 2 * extra, lse, lse + stat, lse + 2 * stat, lse + 3 * stat, lse + 4 * stat, work, ignored, factor, ones,
+            terms + 2 * extra, lse, lse + stat, lse + 2 * stat, lse + 3 * stat, lse + 4 * stat,
+            work, ignored, factor, ones,
             limits, seen, seen + up(keys, LINE),
         )  # fmt: skip
 
