@@ -24,7 +24,7 @@ from ..program import Program
 from ..spec import GRADIENTS, AttentionSpec, Signature, bind, row_major
 from . import jax_sharding, xla_ffi
 from .adapters import alignment
-from .jaxcompat import axis_names, has_auto_axes, lower_with_devices, result_like
+from .jaxcompat import axis_names, has_auto_axes, is_explicit, lower_with_devices, result_like
 
 OUT_NAME, LSE_NAME = "cuattn_out", "cuattn_lse"  # for jax.checkpoint policies
 DIFFERENTIABLE = (*GRADIENTS, "softmax_scale")
@@ -276,7 +276,12 @@ def _lower(platform: str, primitive: Any, ctx: Any, *operands: Any, **params: An
         roles = call.names + _backward_extra(params)
         results = tuple(f"d{name}" for name in params["wants"])
     layout = dict(call.options).get("layout", "bshd")
-    function = jax_sharding.split(primitive, params, roles, results, layout)
+    if is_explicit(ctx.avals_in[0]):
+        function = jax_sharding.over_explicit_mesh(
+            primitive, params, roles, results, layout, ctx.avals_in, ctx.avals_out
+        )
+    else:
+        function = jax_sharding.split(primitive, params, roles, results, layout)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 

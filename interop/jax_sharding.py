@@ -204,6 +204,36 @@ def _partition(
     args: Any, shapes: Any,
 ) -> Any:  # fmt: skip
     choice = _Choice(mesh, roles, args, layout)
+    shard, letters = _on_shard(whole, choice, roles, results, layout, shapes)
+    return mesh, shard, tuple(choice.spec(a) for a in letters), tuple(choice.spec(a) for a in choice.axes)
+
+
+def over_explicit_mesh(
+    primitive: Any, params: dict[str, Any], roles: tuple[str, ...], results: tuple[str, ...], layout: str,
+    avals: Sequence[Any], outs: Sequence[Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """The primitive as a function split by hand, for operands whose types say how they are sharded."""
+    choice = _Choice(avals[0].sharding.mesh, roles, avals, layout)
+    whole = functools.partial(primitive.bind, **params)
+    shard, letters = _on_shard(whole, choice, roles, results, layout, outs)
+    specs = [choice.spec(a).spec for a in choice.axes]
+    split_by_hand = jax.shard_map(
+        shard, mesh=choice.mesh, in_specs=tuple(specs), out_specs=tuple(choice.spec(a).spec for a in letters),
+        check_vma=False,
+    )  # fmt: skip
+
+    def run(*operands: Any) -> Any:
+        found = split_by_hand(*map(jax.sharding.reshard, operands, specs))
+        return tuple(jax.sharding.reshard(x, a.sharding.spec) for x, a in zip(found, outs, strict=True))
+
+    return run
+
+
+def _on_shard(
+    whole: Callable[..., Any], choice: _Choice, roles: tuple[str, ...], results: tuple[str, ...], layout: str,
+    shapes: Sequence[Any],
+) -> tuple[Callable[..., Any], list[str]]:  # fmt: skip
+    """What each device computes, and the axes of the results."""
     letters = [axes_of(r, x.shape, layout) for r, x in zip(results, shapes, strict=True)]
 
     def shard(*operands: Any) -> Any:
@@ -213,7 +243,7 @@ def _partition(
             for role, axes, x, shape in zip(results, letters, whole(*local), shapes, strict=True)
         )
 
-    return mesh, shard, tuple(choice.spec(a) for a in letters), tuple(choice.spec(a) for a in choice.axes)
+    return shard, letters
 
 
 def _local(choice: _Choice, roles: tuple[str, ...], layout: str, operands: Sequence[Any]) -> list[Any]:

@@ -84,6 +84,14 @@ def has_auto_axes(ctx: Any) -> bool:
     return knows_sharding_rules() or not getattr(jax.config, "jax_use_shardy_partitioner", False)
 
 
+def is_explicit(aval: Any) -> bool:
+    """Whether a value's type says how it is sharded, over a mesh whose axes are all explicit."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not hasattr(jax, "shard_map") or not hasattr(jax.sharding, "reshard"):
+        return False
+    return bool(getattr(sharding.mesh, "are_all_axes_explicit", False))
+
+
 @functools.cache
 def knows_sharding_rules() -> bool:
     """Whether ``custom_partitioning`` takes a function as Shardy's rule; GSPMD has no rule."""

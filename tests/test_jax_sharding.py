@@ -200,27 +200,36 @@ def test_shard_map(mesh: Any) -> None:
     close(total(inside)(arrays), total(lambda a: attention(**a, causal=True))(arrays))
 
 
-def test_explicit_meshes() -> None:
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_explicit_meshes(heads_kv: int) -> None:
     """Shardings in types: results carry them, and a sharded sequence is a ValueError while tracing."""
     if not hasattr(jax.sharding, "AxisType") or not hasattr(jax, "set_mesh"):
         pytest.skip("an older JAX")
     devices = np.array(jax.devices("cpu")[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    arrays = {n: x for n, x in problem(4).items() if n != "bias"}
+    arrays = problem(heads_kv)
+    run = functools.partial(attention, causal=True, dropout_p=0.2, dropout_seed=3)
+
+    def total(arrays: Any) -> Any:
+        return (run(**arrays)[0] ** 2).sum()
+
     with jax.set_mesh(mesh):
-        specs = {n: P("data", None, "model", None) for n in "qkv"} | {"sinks": P("model")}
+        keys = P("data", None, "model" if heads_kv == 4 else None, None)
+        specs = {"q": P("data", None, "model", None), "k": keys, "v": keys}
+        specs |= {"bias": P(None, "model", None, None), "sinks": P("model")}
         put = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
-        out, lse = jax.jit(functools.partial(attention, causal=True))(**put)
+        out, lse = jax.jit(run)(**put)
         assert jax.typeof(out).sharding.spec == P("data", None, "model", None)
         assert jax.typeof(lse).sharding.spec == P("data", "model", None)
-        got = jax.jit(jax.grad(lambda a: (attention(**a, causal=True)[0] ** 2).sum()))(put)
+        step = jax.jit(jax.grad(total))
+        got = step(put)
         for name, x in got.items():
             assert jax.typeof(x).sharding.spec == specs[name]
+        assert collectives(step.lower(put).compile()) == {"all-reduce"}
         wrong = jax.device_put(normal(0, 4, 8, 8, 8), NamedSharding(mesh, P("data", "model", None, None)))
         with pytest.raises(
             ValueError, match=r"q: got its sequence axis sharded over 'model'.*ring_attention"
         ):
             jax.jit(attention)(wrong, wrong, wrong)
-    want = jax.grad(lambda a: (attention(**a, causal=True)[0] ** 2).sum())(arrays)
-    close((out, lse), attention(**arrays, causal=True))
-    close(got, want)
+    close((out, lse), run(**arrays))
+    close(got, jax.jit(jax.grad(total))(arrays))
