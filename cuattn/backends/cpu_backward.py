@@ -90,9 +90,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         seen = limits + limit
         memory.fill(ones, width, real(1.0))
         exact = LOG2E if features or scale(p) == 0.0 else abs(scale(p)) * LOG2E
-        put(
-            factor, 0, real(exact * (1.0 - 2.0**-24))
-        )  # rounded down, the rest behind it: > 0, so that -inf stays
+        # rounded down, so that the rest behind it is positive and -inf stays -inf
+        put(factor, 0, real(exact * (1.0 - 2.0**-24)))
         put(factor, 1, real(max(exact - np.float64(get(factor, 0)), 1e-37)))
         return Scratch(
             base, rows, keys, dim_k, dim_v, q_rows, dout_rows, q, dout, k, v, s, ds, terms, terms + extra,
