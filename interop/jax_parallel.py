@@ -261,13 +261,21 @@ def take(x: Any, ranges: tuple[slice, ...], choose: Any, axis: int) -> Any:
 
 def add(total: Any, x: Any, ranges: tuple[slice, ...], choose: Any, axis: int) -> Any:
     """``total`` with x added where ``take`` took."""
-    lead = (slice(None),) * axis
     x = x.astype(total.dtype)
     if choose is None:
-        return total.at[(*lead, ranges[0])].add(x)
+        return put(total, take(total, ranges, None, axis) + x, ranges[0], axis)
     zero = jnp.zeros_like(x)
-    total = total.at[(*lead, ranges[0])].add(jnp.where(choose, x, zero))
-    return total.at[(*lead, ranges[1])].add(jnp.where(choose, zero, x))
+    for i, part in enumerate((jnp.where(choose, x, zero), jnp.where(choose, zero, x))):
+        total = put(total, take(total, ranges[i:], None, axis) + part, ranges[i], axis)
+    return total
+
+
+def put(total: Any, part: Any, rows: slice, axis: int) -> Any:
+    """``total`` with a range of an axis replaced."""
+    if part.shape == total.shape:
+        return part
+    total, part = vary_alike([total, part])
+    return jax.lax.dynamic_update_slice_in_dim(total, part, rows.start, axis)
 
 
 # ------------------------------------------------------------------------------------------------- forward
@@ -283,18 +291,16 @@ def _combine(ring: _Ring, total: tuple[Any, Any], part: tuple[Any, Any], pair: _
         new_lse = part[1]
         if pair.choose is not None:
             new_lse = jnp.where(pair.choose if i == 0 else ~pair.choose, new_lse, -jnp.inf)
-        at = (slice(None),) * ring.axis + (rows,)
         old_lse = lse[:, :, rows]
         top = jnp.maximum(old_lse, new_lse)
         top = jnp.where(jnp.isneginf(top), 0.0, top)
         old, new = jnp.exp(old_lse - top), jnp.exp(new_lse - top)
         mass = old + new
         safe = jnp.where(mass == 0, 1.0, mass)
-        out = out.at[at].set(
-            out[at] * _to_rows(old / safe, ring.layout)
-            + part[0].astype(out.dtype) * _to_rows(new / safe, ring.layout)
-        )
-        lse = lse.at[:, :, rows].set(jnp.where(mass == 0, -jnp.inf, top + jnp.log(safe)))
+        old_out = take(out, (rows,), None, ring.axis) * _to_rows(old / safe, ring.layout)
+        new_out = part[0].astype(out.dtype) * _to_rows(new / safe, ring.layout)
+        out = put(out, old_out + new_out, rows, ring.axis)
+        lse = put(lse, jnp.where(mass == 0, -jnp.inf, top + jnp.log(safe)), rows, 2)
     return out, lse
 
 
