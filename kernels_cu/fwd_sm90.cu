@@ -438,20 +438,22 @@ struct Consumer {
       if (r + 8 < rows) lse[r + 8] = lse1;
     }
   }
+  // NOTE: rounding is spelled out: a tile ends here or, as a block's last, in another copy of this code, and which of the
+  // two is up to the counter; the same row must give the same bits.
   __device__ __forceinline__ void normalise(const Tile& t, int r, float m, float l, float& inverse, float& lse) {
-    if (!NATURAL) m *= scale * LN2;
+    if (!NATURAL) m = __fmul_rn(m, __fmul_rn(scale, LN2));
     float shrink = DROPOUT ? (float)p.dropout_scale : 1.f;
 #if SINKS
     if (l > 0.f) {
-      const float sink = ((const float*)p.sinks)[t.head], top = fmaxf(m, sink), weight = exp2_approx((m - top) * LOG2E);
-      l = l * weight + exp2_approx((sink - top) * LOG2E);
-      shrink *= weight;
+      const float sink = ((const float*)p.sinks)[t.head], top = fmaxf(m, sink), weight = exp2_approx(__fmul_rn(m - top, LOG2E));
+      l = __fmaf_rn(l, weight, exp2_approx(__fmul_rn(sink - top, LOG2E)));
+      shrink = __fmul_rn(shrink, weight);
       m = top;
     }
 #endif
     const bool empty = l == 0.f || (VARIABLE && r >= t.q_len);
     inverse = empty ? 0.f : __fdividef(shrink, l);
-    lse = empty ? NEG_INF : m + log2_approx(l) * LN2;
+    lse = empty ? NEG_INF : __fmaf_rn(log2_approx(l), LN2, m);
   }
   __device__ __forceinline__ u32 packed(int x) { return __float_as_uint(o[x]); }
 

@@ -259,11 +259,17 @@ def judge(name: str, got: Any, oracle: Any, plain: Any, dtype: str) -> None:
     assert error <= limit, f"{name}: error {error:.3e}, limit {limit:.3e}"
 
 
+def oracle_arithmetic(dtype: str) -> reference.Arithmetic:
+    """float64, or for float64 inputs the widest float there is: float64 cannot judge itself."""
+    return reference.Arithmetic(np.longdouble, np.longdouble) if dtype == "float64" else reference.FLOAT64
+
+
 def check_forward(problem: Problem, out: Any, lse: Any) -> None:
     """Judge out and LSE (NumPy) of a problem."""
     dtype = problem.spec.dtype
     arithmetic = reference.own_arithmetic(NUMPY_DTYPES[dtype])
-    oracle_out, oracle_lse = reference.attention(problem.spec, problem.oracle_arrays)
+    wide = oracle_arithmetic(dtype)
+    oracle_out, oracle_lse = reference.attention(problem.spec, problem.oracle_arrays, wide)
     plain_out, plain_lse = reference.attention(problem.spec, problem.oracle_arrays, arithmetic)
     judge("out", out, oracle_out, plain_out, dtype)
     judge("lse", lse, oracle_lse, plain_lse, problem.spec.accumulator)
@@ -275,7 +281,7 @@ def check_backward(problem: Problem, found: Mapping[str, Any], *, dlse: bool = T
     arithmetic = reference.own_arithmetic(NUMPY_DTYPES[spec.dtype])
     wants = frozenset(found)
     incoming = (problem.dout, problem.dlse if dlse else None)
-    oracle = reference.gradients(spec, problem.oracle_arrays, *incoming, wants)
+    oracle = reference.gradients(spec, problem.oracle_arrays, *incoming, wants, oracle_arithmetic(spec.dtype))
     plain = reference.gradients(spec, problem.oracle_arrays, *incoming, wants, arithmetic)
     for name, got in found.items():
         coarser = max(

@@ -85,6 +85,8 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "needs sm_90"
     if spec.dtype not in ("float16", "bfloat16"):
         return "takes float16 and bfloat16"
+    if spec.softmax_scale is None or spec.softmax_scale <= 0:
+        return "needs a positive softmax_scale known beforehand"
     if compiled_dim(spec.head_dim) != compiled_dim(spec.head_dim_v):
         return "takes head dims of q and v in one class (up to 64, 128, 256)"
     if max(spec.head_dim, spec.head_dim_v) > 128 and (spec.deterministic or _transformed(spec)):
