@@ -24,18 +24,26 @@ import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = 8
+PAUSE = 0.06  # seconds
+CALLS = 200  # of a small problem
 Contenders = dict[str, Callable[[], Any]]
 clock: Callable[[], float] = time.perf_counter
 
 
 def measure(contenders: Contenders, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each run, by contender; at least three rounds."""
+    """Seconds of each run, by contender; at least three rounds.
+
+    A pause and an untimed run go before each: the threads of the contender before (OpenBLAS's wait busily for
+    tens of milliseconds) have gone to sleep, and the caches are the contender's own.
+    """
     for run in contenders.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop or len(next(iter(times.values()))) < 3:
         for name, run in contenders.items():
+            time.sleep(PAUSE)
+            run()
             start = clock()
             run()
             times[name].append(clock() - start)
@@ -172,31 +180,44 @@ def decode(seconds: float, available: set[str]) -> list[dict[str, Any]]:
 
 
 def small(seconds: float) -> list[dict[str, Any]]:
-    """Calls a second of a small problem, from NumPy."""
+    """Microseconds of a small call from NumPy, warm."""
     import cuattn
 
     q = draw(1, 32, 4, 32)
-    times = measure({"cuattn": lambda: cuattn.flash_attention(q, q, q, causal=True)}, seconds)
-    rows = [row("small call B1 H4 S32 D32 causal, 1e9 / s: 0.0000333 is 30 us", 1.0, "G/s", times)]
-    rows[0]["microseconds"] = statistics.median(times["cuattn"]) * 1e6
-    sys.stdout.write(f"small call: {rows[0]['microseconds']:.1f} us\n")
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            cuattn.flash_attention(q, q, q, causal=True)
+
+    times = [t / CALLS for t in measure({"cuattn": calls}, seconds)["cuattn"]]
+    rate = {"median": statistics.median(times) * 1e6, "best": min(times) * 1e6}
+    rows = [{"what": "small call, B1 H4 S32 D32 causal", "unit": "us", "rates": {"cuattn": rate}}]
+    say(rows)
     return rows
+
+
+def peak_memory() -> float:
+    """MiB that this process had at most; ``ru_maxrss`` may be that of the process that started it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def long_context() -> None:
     """32k tokens forward and backward: seconds and the process's peak memory, as JSON on standard output."""
-    import resource
-
     import cuattn
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     q, k, v, dout = (draw(1, 32768, HEADS, 64) for _ in range(4))
     start = time.perf_counter()
     _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True)
     pullback(dout)
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"seconds": seconds, "peak_mib": peak / 1024, "peak_before_mib": before / 1024}
+    found = {"seconds": seconds, "peak_mib": peak_memory(), "peak_before_mib": before}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -245,19 +266,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each line")
     parser.add_argument("--long-context", action="store_true", help="that measurement alone, in this process")
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that is shared"
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread's, on a shared machine"
     )
     options = parser.parse_args()
     if options.long_context:
         long_context()
         return
     if options.clock == "cpu":
+        if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # NumPy reads it when it is loaded
+            again = [sys.executable, "-m", "bench.cpu", *sys.argv[1:]]
+            os.execve(sys.executable, again, {**os.environ, "OPENBLAS_NUM_THREADS": "1"})
         global clock
-        clock = time.process_time
+        clock, options.threads = time.thread_time, 1
     threads = options.threads or len(os.sched_getaffinity(0))
     os.environ["CUATTN_NUM_THREADS"] = str(threads)
     available = {"numpy"}
-    for name in ("torch", "jax"):
+    # JAX works on threads of its own, which one thread's clock does not see
+    for name in ("torch", "jax") if options.clock == "wall" else ("torch",):
         try:
             module = __import__(name)
         except ImportError:
@@ -273,15 +298,26 @@ def main() -> None:
     sys.stdout.write(head + "\n")
     rows = shapes(options.quick, options.seconds, available)
     rows += dtypes(options.seconds) + decode(options.seconds, available) + small(options.seconds)
+    write({"machine": head, "rows": rows, "long_context": measure_long_context()})
+
+
+def measure_long_context() -> dict[str, float]:
+    """``long_context`` in a process of its own."""
     command = [sys.executable, "-m", "bench.cpu", "--long-context"]
-    long = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    sys.stdout.write(f"32k tokens, causal, forward and backward: {long}\n")
-    record = {"machine": head, "rows": rows, "long_context": long}
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    sys.stdout.write(f"32k tokens, causal, forward and backward: {found}\n")
+    return found  # type: ignore[no-any-return]
+
+
+def write(record: dict[str, Any]) -> None:
+    """The record as JSON and as a table."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    long = record["long_context"]
     (RESULTS / "cpu.md").write_text(
-        f"# CPU\n\n`python -m bench.cpu`: {head}. float32, layout bshd, {HEADS} heads; median (best).\n\n"
-        f"{table(rows)}\n\n32k tokens, causal, D64, forward and backward: {long['seconds']:.1f} s, peak"
+        f"# CPU\n\n`python -m bench.cpu`: {record['machine']}. float32, layout bshd, {HEADS} heads;"
+        f" median (best).\n\n{table(record['rows'])}\n\n"
+        f"32k tokens, causal, D64, forward and backward: {long['seconds']:.1f} s, peak"
         f" {long['peak_mib']:.0f} MiB in all, {long['peak_before_mib']:.0f} MiB of them before.\n"
     )
 
