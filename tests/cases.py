@@ -249,7 +249,7 @@ def tolerance(plain: Any, oracle: Any, dtype: str, relative: float) -> float:
 
 
 def judge(name: str, got: Any, oracle: Any, plain: Any, dtype: str, relative: float = 0.0) -> None:
-    """Assert that a result has the oracle's shape and infinities, no NaN, and an error within ``tolerance``."""
+    """Assert a result's shape and infinities against the oracle's, no NaN, an error within ``tolerance``."""
     got = np.asarray(got, np.float64)
     assert got.shape == oracle.shape, f"{name}: shape {got.shape}, wanted {oracle.shape}"
     assert not np.isnan(got).any(), f"{name}: {int(np.isnan(got).sum())} NaN of {got.size}"
