@@ -219,9 +219,9 @@ def gradients(
             head_v = np.where(columns, v[b, h // spec.group, head.columns], zero)
             head_dout = np.where(rows, douts[b, h, head.rows], zero)
             dweights = rnd(rnd(head_dout @ head_v.T) * head.keep)
-            out = rnd(rnd(weights * head.keep) @ head_v)
+            head_out = rnd(rnd(weights * head.keep) @ head_v)
             # sum over keys of weight · its gradient = dout · out
-            row_sum = (head_dout * out).sum(axis=1) - dlses[b, h, head.rows]
+            row_sum = (head_dout * head_out).sum(axis=1) - dlses[b, h, head.rows]
             row_sum = np.where(rows[:, 0], row_sum, 0.0)
             dscores = np.where(head.visible, rnd(weights * (dweights - row_sum[:, None])), zero)
             if spec.bias is not None:
