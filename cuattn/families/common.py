@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import params
 from ..program import Buffer, Kernel, Launch, Memset
+from ..spec import ITEMSIZE
 
 if TYPE_CHECKING:
     from ..spec import AttentionSpec
@@ -176,3 +177,47 @@ def live_tiles(spec: AttentionSpec, block_m: int, block_n: int) -> LiveTiles:
     )
     bitmap = Buffer("live_tiles", (batches * heads * blocks_m * row,), "int32")
     return LiveTiles((Memset("live_tiles"), launch), (bitmap,), strides, (("live_tiles", "live_tiles"),))
+
+
+@dataclass(frozen=True, slots=True)
+class BiasCut:
+    """How the bias's gradient is cut: its shape with all four axes, blocks of it, parts of a block's sum."""
+
+    shape: tuple[int, int, int, int]
+    tiles: int
+    parts: int
+
+    @property
+    def elements(self) -> int:
+        b, h, m, n = self.shape
+        return b * h * m * n
+
+    @property
+    def words(self) -> dict[str, int]:
+        """The parameter words of ``bwd_dbias.cu`` and ``bwd_wide_dbias.cu``."""
+        b, h, m, n = self.shape
+        return {
+            "dbias_stride_b": 0 if b == 1 else h * m * n, "dbias_stride_h": 0 if h == 1 else m * n,
+            "dbias_stride_q": 0 if m == 1 else n, "dbias_stride_k": 0 if n == 1 else 1,
+            "aux0": self.parts, "aux1": b, "aux2": h, "aux4": self.elements,
+        }  # fmt: skip
+
+    @property
+    def scratch(self) -> tuple[tuple[str, str], ...]:
+        """The pointer to the parts' sums, where there is more than one."""
+        return (("scratch", "bias_parts"),) if self.parts > 1 else ()
+
+    def workspace(self, accumulator: str) -> tuple[Buffer, ...]:
+        """The parts' sums, where there is more than one."""
+        return (Buffer("bias_parts", (self.parts, self.elements), accumulator),) if self.parts > 1 else ()
+
+
+def cut_bias(spec: AttentionSpec, sm_count: int, block_m: int, block_n: int) -> BiasCut:
+    """Blocks of the bias's gradient; as many parts of each as fill the GPU, their sums within 64 MB."""
+    assert spec.bias_shape is not None
+    b, h, m, n = (1,) * (4 - len(spec.bias_shape)) + spec.bias_shape
+    all_m, all_n = -(-spec.seqlen_q // block_m), -(-spec.seqlen_kv // block_n)
+    tiles = b * h * (1 if m == 1 else all_m) * (1 if n == 1 else all_n)
+    summed = spec.batch * spec.heads_q * all_m * all_n // tiles
+    room = max(1, (64 << 20) // (ITEMSIZE[spec.accumulator] * max(1, b * h * m * n)))
+    return BiasCut((b, h, m, n), tiles, max(1, min(summed, -(-2 * sm_count // tiles), room)))

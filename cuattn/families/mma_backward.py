@@ -211,57 +211,25 @@ def _main(plan: _Plan) -> list[Launch | Memset]:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Bias:
-    """How the bias's gradient is cut: its shape with all four axes, blocks of it, and parts of the sum."""
-
-    shape: tuple[int, int, int, int]
-    tile: BackwardTile
-    tiles: int
-    parts: int
-
-    @property
-    def elements(self) -> int:
-        b, h, m, n = self.shape
-        return b * h * m * n
-
-
-def _bias(plan: _Plan) -> _Bias:
-    spec = plan.spec
-    assert spec.bias_shape is not None
-    tile = _fitting(BACKWARD_BIAS, spec, plan.device)
+def _bias(plan: _Plan) -> tuple[BackwardTile, common.BiasCut]:
+    """The tile of the bias's gradient, and how it is cut."""
+    tile = _fitting(BACKWARD_BIAS, plan.spec, plan.device)
     assert tile is not None
-    b, h, m, n = (1,) * (4 - len(spec.bias_shape)) + spec.bias_shape
-    all_m, all_n = -(-spec.seqlen_q // tile.block_m), -(-spec.seqlen_kv // tile.block_n)
-    tiles = b * h * (1 if m == 1 else all_m) * (1 if n == 1 else all_n)
-    summed = spec.batch * spec.heads_q * all_m * all_n // tiles
-    slots = 2 * plan.device.sm_count
-    # As many parts as fill the GPU, while their float32 sums stay within 64 MB.
-    room = max(1, (64 << 20) // (4 * max(1, b * h * m * n)))
-    return _Bias((b, h, m, n), tile, tiles, max(1, min(summed, -(-slots // tiles), room)))
+    return tile, common.cut_bias(plan.spec, plan.device.sm_count, tile.block_m, tile.block_n)
 
 
 def _dbias(plan: _Plan) -> list[Launch]:
-    bias = _bias(plan)
-    b, h, m, n = bias.shape
-    strides = {
-        "dbias_stride_b": 0 if b == 1 else h * m * n,
-        "dbias_stride_h": 0 if h == 1 else m * n,
-        "dbias_stride_q": 0 if m == 1 else n,
-        "dbias_stride_k": 0 if n == 1 else 1,
-    }
-    words = plan.block_words(**strides, aux0=bias.parts, aux1=b, aux2=h, aux4=bias.elements)
-    tile = bias.tile
+    tile, bias = _bias(plan)
+    words = plan.block_words(**bias.words)
     defines = plan.defines("SINKS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n)
-    scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
-    pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
+    pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *bias.scratch)
     shared = tile.shared_memory(rounded(plan.spec.head_dim), rounded(plan.spec.head_dim_v))
     kernel = Kernel("bwd_dbias", "bwd_dbias", defines)
     steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), THREADS, shared, words, pointers)]
     if bias.parts > 1:
         add = Kernel("bwd_dbias", "bwd_dbias_sum", defines)
         grid = -(-bias.elements // THREADS)
-        steps.append(Launch(add, (grid, 1, 1), THREADS, 0, words, (("dbias", "dbias"), *scratch)))
+        steps.append(Launch(add, (grid, 1, 1), THREADS, 0, words, (("dbias", "dbias"), *bias.scratch)))
     return steps
 
 
@@ -281,8 +249,8 @@ def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
                 found.append(Buffer(f"d{x}_accum", (rows, rounded(dim)), "float32"))
     if "sinks" in wants:
         found.append(Buffer("sink_parts", (spec.batch * spec.heads_q * plan.blocks_m,), "float32"))
-    if "bias" in wants and (bias := _bias(plan)).parts > 1:
-        found.append(Buffer("bias_parts", (bias.parts, bias.elements), "float32"))
+    if "bias" in wants:
+        found += _bias(plan)[1].workspace("float32")
     if plan.fused:
         found += common.live_tiles(spec, plan.tile.block_m, plan.tile.block_n).workspace
     return tuple(found)

@@ -218,45 +218,15 @@ def _main(plan: _Plan) -> list[Launch | Memset]:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Bias:
-    """How the bias's gradient is cut: its shape with all four axes, blocks of it, and parts of the sum."""
-
-    shape: tuple[int, int, int, int]
-    tiles: int
-    parts: int
-
-    @property
-    def elements(self) -> int:
-        b, h, m, n = self.shape
-        return b * h * m * n
-
-
-def _bias(plan: _Plan) -> _Bias:
-    spec = plan.spec
-    assert spec.bias_shape is not None
-    b, h, m, n = (1,) * (4 - len(spec.bias_shape)) + spec.bias_shape
-    tiles = b * h * (1 if m == 1 else plan.blocks_m) * (1 if n == 1 else plan.blocks_n)
-    summed = spec.batch * spec.heads_q * plan.blocks_m * plan.blocks_n // tiles
-    # As many parts as fill the GPU, while their sums stay small beside the bias's own gradient or 64 MB.
-    room = max(1, (64 << 20) // (plan.itemsize * max(1, b * h * m * n)))
-    return _Bias((b, h, m, n), tiles, max(1, min(summed, -(-2 * plan.device.sm_count // tiles), room)))
+def _bias(plan: _Plan) -> common.BiasCut:
+    return common.cut_bias(plan.spec, plan.device.sm_count, plan.tile.block_m, plan.tile.block_n)
 
 
 def _dbias(plan: _Plan) -> list[Launch]:
     bias, tile, spec = _bias(plan), plan.tile, plan.spec
-    b, h, m, n = bias.shape
-    words = params.pack(
-        common.words(spec)
-        | {
-            "dbias_stride_b": 0 if b == 1 else h * m * n, "dbias_stride_h": 0 if h == 1 else m * n,
-            "dbias_stride_q": 0 if m == 1 else n, "dbias_stride_k": 0 if n == 1 else 1,
-            "aux0": bias.parts, "aux1": b, "aux2": h, "aux4": bias.elements,
-        }
-    )  # fmt: skip
+    words = params.pack(common.words(spec) | bias.words)
     defines = tuple((plan.defines() | {"STAGES": 1}).items())
-    scratch = (("scratch", "bias_parts"),) if bias.parts > 1 else ()
-    pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *scratch)
+    pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *bias.scratch)
     shared = tile.shared_memory(spec, plan.device)
     threads = 32 * tile.num_warps
     kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias", defines)
@@ -264,7 +234,7 @@ def _dbias(plan: _Plan) -> list[Launch]:
     if bias.parts > 1:
         kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias_sum", defines)
         grid = -(-bias.elements // threads)
-        steps.append(Launch(kernel, (grid, 1, 1), threads, 0, words, (("dbias", "dbias"), *scratch)))
+        steps.append(Launch(kernel, (grid, 1, 1), threads, 0, words, (("dbias", "dbias"), *bias.scratch)))
     return steps
 
 
@@ -275,8 +245,8 @@ def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
         found += common.live_tiles(spec, tile.block_m, tile.block_n).workspace
     if "q" in plan.wants and spec.deterministic:
         found.append(Buffer("semaphore", (spec.batch * spec.heads_q * plan.blocks_m * tile.parts,), "int32"))
-    if "bias" in plan.wants and (bias := _bias(plan)).parts > 1:
-        found.append(Buffer("bias_parts", (bias.parts, bias.elements), spec.accumulator))
+    if "bias" in plan.wants:
+        found += _bias(plan).workspace(spec.accumulator)
     return tuple(found)
 
 
