@@ -88,11 +88,6 @@ def array_module(arrays: str) -> ModuleType:
     return cupy
 
 
-def to_numpy(x: Array) -> np.ndarray:
-    """The array in host memory."""
-    return x.get() if hasattr(x, "get") else np.asarray(x)
-
-
 # Standard attention and the float64 oracle
 
 

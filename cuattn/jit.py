@@ -145,11 +145,6 @@ def compiled(kernel: Kernel, arch: int) -> Compiled:
     return found
 
 
-def cubin(kernel: Kernel, arch: int) -> bytes:
-    """The kernel's image for an architecture, ready for the driver."""
-    return compiled(kernel, arch).image
-
-
 def compile_all(kernels: Iterable[tuple[Kernel, int]]) -> list[Compiled]:
     """Compile (kernel, architecture) pairs side by side on the machine's cores; in the pairs' order."""
     wanted = list(kernels)

@@ -225,15 +225,6 @@ def spec_of(arrays: Mapping[str, Any], options: Mapping[str, Any], layout: str) 
     return bind(signatures, layout=layout, **options)
 
 
-def keywords(problem: Problem) -> dict[str, Any]:
-    """Keyword arguments of ``flash_attention`` (packed: ``flash_attention_varlen``), q, k, v apart."""
-    named = {name: x for name, x in problem.arrays.items() if name not in ("q", "k", "v")}
-    named.update(problem.options)
-    if problem.case.layout != "thd":
-        named["layout"] = problem.case.layout
-    return named
-
-
 def tolerance(plain: Any, oracle: Any, dtype: str, relative: float) -> float:
     """Twice the error of plain attention, and a rounding (two of 32 bits or more) of the largest value.
 
