@@ -205,9 +205,10 @@ def verify(
     ran = 0
     for kind in kinds:
         dtypes = (dtype,) if dtype else tuple(verify_.BARS)[: 3 if kind == "jax" else 4]
-        total = len(dtypes) * sum(match in case.name for case in verify_.CASES)
+        chosen = verify_.cases(kind, backend, match)
+        _compile_ahead(kind, _verified_backend(kind, backend), verify_.calls(kind, chosen, dtypes))
         with _progress() as progress:
-            task = progress.add_task(kind, total=total)
+            task = progress.add_task(kind, total=len(dtypes) * len(chosen))
             outcomes = []
             for outcome in verify_.run(kind, backend, dtypes, match):
                 outcomes.append(outcome)
@@ -233,6 +234,25 @@ def verify(
         raise _fail(f"no case's name contains {match!r}")
     console.print(f"{ran - len(wrong)} of {ran} right")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _compile_ahead(kind: str, backend: str, calls: verify_.Calls) -> None:
+    """Compile what the cases need on all cores, and say so."""
+    if backend == "cuda":
+        count, steps = verify_.compile_kernels(calls)
+        what = "CUDA kernels"
+    elif backend == "numba" and kind != "cupy":
+        count, steps = verify_.compile_loops(calls)
+        what = "CPU loops"
+    else:
+        return
+    if count:
+        console.print(f"{kind}: {count} {what}; what the cache lacks is compiled first, once, on all cores")
+    with _progress() as progress:
+        task = progress.add_task("", total=count)
+        for done in range(count):
+            progress.update(task, completed=done, description=f"{kind}: {what}, {done} of {count} compiled")
+            next(steps)
 
 
 def _verifiable() -> tuple[str, ...]:
@@ -348,6 +368,8 @@ def _kernel_table(made: planning.Plan) -> Table:
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for use in made.kernels:
         tile = f"{use.tile[0]}×{use.tile[1]}" if use.tile else "–"
+        if use.parts:
+            tile += f", keys in {use.parts} part{'s' if use.parts > 1 else ''}"
         if not made.device:
             table.add_row(use.name, tile, str(use.blocks))
             continue
@@ -430,6 +452,7 @@ def _kernel_sentences(made: planning.Plan, use: planning.KernelUse) -> list[str]
         f"{name}: {use.blocks} blocks of {use.threads} threads work on {tile}. A tile of scores lives in "
         f"registers and is overwritten by the next; whole matrices would be "
         f"{_count(made.standard_workspace, 'B')}.",
+        *([f"  {use.heads} query head(s) share a tile; its keys are cut into {use.parts} part(s)."] if use.parts else []),
         f"  shared memory {_bar(use.shared_memory / device.shared_memory_per_block)} of "
         f"{device.shared_memory_per_block / 1024:g} KiB a block",
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from . import arrays, params
 from . import device as devices
 from .device import Device
 from .errors import argument_error
-from .program import Buffer, Host, Launch, Program
+from .program import Buffer, Host, Kernel, Launch, Program
 from .spec import ITEMSIZE, AttentionSpec, Signature, bind
 
 BLOCKS_PER_SM = {75: 16, 86: 16, 89: 24, 120: 24}  # resident at most; 32 elsewhere
@@ -74,6 +74,8 @@ class KernelUse:
     occupancy: float | None = None  # share of a multiprocessor's threads
     waves: float | None = None
     limit: str | None = None  # what keeps more blocks from residing
+    parts: int | None = None  # a tile's keys are cut into these, each worked on by itself
+    heads: int | None = None  # query heads in a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +271,19 @@ def _use(step: Launch, device: Device, compile_kernels: bool) -> KernelUse:
         step.kernel.entry, f"{step.kernel.source}.cu", tile,
         int(defines["STAGES"]) if "STAGES" in defines else None, blocks, step.block, step.shared_memory,
     )  # fmt: skip
+    if defines.get("SPLIT"):
+        parts, _, heads = struct.unpack_from("<3q", step.block_words, 8 * params.INDEX["aux4"])
+        use = replace(use, parts=parts, heads=heads)
     if not compile_kernels:
         return use
     made = import_module(".jit", __package__).compiled(step.kernel, device.arch)
     if not made.registers:  # PTX: the driver decides
         return use
     resident, limit = _residency(device, step.block, step.shared_memory + made.shared_memory, made.registers)
-    return KernelUse(
-        use.name, use.source, use.tile, use.stages, use.blocks, use.threads, use.shared_memory,
-        made.registers, made.spill_bytes, resident, resident * step.block / device.threads_per_sm,
-        blocks / max(1, resident * device.sm_count), limit,
+    return replace(
+        use, registers=made.registers, spill_bytes=made.spill_bytes, blocks_per_sm=resident,
+        occupancy=resident * step.block / device.threads_per_sm,
+        waves=blocks / max(1, resident * device.sm_count), limit=limit,
     )  # fmt: skip
 
 
@@ -403,6 +408,16 @@ def shaped(shape: Iterable[int], dtype: str) -> Any:
     return _Shape(tuple(shape), _DType(dtype))
 
 
+def kernels_of(calls: Iterable[tuple[AttentionSpec, frozenset[str] | None]], where: Device) -> list[Kernel]:
+    """The CUDA kernels of forwards (``None``) and backwards (for the gradients named), each once."""
+    cuda = import_module(".backends.cuda", __package__)
+    found: dict[Kernel, None] = {}
+    for spec, wants in calls:
+        steps = cuda.program(spec, where, wants).steps
+        found |= dict.fromkeys(step.kernel for step in steps if isinstance(step, Launch))
+    return list(found)
+
+
 def precompile(
     *,
     dtypes: Iterable[str] = ("float16", "bfloat16"),
@@ -419,20 +434,16 @@ def precompile(
     registers and spilled bytes. Raises ``BackendUnavailable`` without a compiler.
     """
     jit = import_module(".jit", __package__)
-    cuda = import_module(".backends.cuda", __package__)
     where = find_device(0 if device is None else device)
     causal, head_dims = tuple(causal), tuple(head_dims)
-    kernels: dict[Any, None] = {}
+    calls: list[tuple[AttentionSpec, frozenset[str] | None]] = []
     for dtype in dtypes:
         for dim in head_dims:
             for flag in causal:
                 x = shaped((1, 1024, 8, dim), dtype)
                 spec = bind_call(x, x, x, {**options, "causal": flag})
-                programs = [cuda.program(spec, where, None)]
-                if backward:
-                    programs.append(cuda.program(spec, where, frozenset("qkv")))
-                for program in programs:
-                    kernels |= dict.fromkeys(s.kernel for s in program.steps if isinstance(s, Launch))
+                calls += [(spec, None), (spec, frozenset("qkv"))][: 2 if backward else 1]
+    kernels = kernels_of(calls, where)
     made = jit.compile_all((kernel, where.arch) for kernel in kernels)
     return [
         f"{kernel.entry} {_told(kernel.defines)}: {m.registers} registers, {m.spill_bytes} bytes spilled"

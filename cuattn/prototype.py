@@ -3,24 +3,35 @@
 The three functions in ``tile_loops`` are the algorithm; edit them, or hand in a score modification, and
 ``check`` compares the result with plain float64 attention. Numba compiles them for the CPU (``target="cpu"``)
 or as ``numba.cuda`` kernels (``target="cuda"``; with NUMBA_ENABLE_CUDASIM=1 in Numba's simulator).
-Written to be read: no tensor cores, one thread per row. Nothing in the package depends on it.
+Written to be read: no tensor cores, one thread per row. ``backend="numba"`` on CuPy arrays runs them.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, njit  # at the top: the simulator replaces the module's global
+from numba import cuda, float32, float64, njit  # at the top: the simulator replaces the module's global
+from numba.core.errors import NumbaPerformanceWarning
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Score = Callable[[float, int, int], float]  # (scaled score, row, column) -> score; -inf hides the key
 
-BLOCK = 32  # rows of queries or keys that a block of threads works on, one thread each
+BLOCK = 32  # rows of queries or keys that a block of threads works on at most, one thread each
+SHARED = 48 << 10  # bytes of shared memory that every GPU gives a block without being asked
+
+
+def block_rows(dim: int, dim_v: int, itemsize: int) -> int:
+    """Rows of a tile: as many as fit, two rows of a tile and two numbers each, into shared memory."""
+    rows = BLOCK
+    while rows * (dim + dim_v + 2) * itemsize > SHARED:
+        rows //= 2
+    return rows
 
 
 def unchanged(s: float, row: int, column: int) -> float:
@@ -109,10 +120,15 @@ def tile_loops(jit: Callable[[Any], Any], score: Score, slope: Score) -> Loops:
 
 
 class Kernels(NamedTuple):
-    """Both passes over (heads, seqlen, dim) arrays; results are written into the last arguments."""
+    """The passes over (heads, seqlen, dim) arrays; results are written or added to the last arguments.
+
+    k and v may have fewer heads: query head h belongs to key head h // (heads of q / heads of k). ``offset``
+    is added to the rows that scores are told, so that row + offset is the key on the diagonal.
+    """
 
     forward: Callable[..., None]
-    backward: Callable[..., None]
+    backward_query: Callable[..., None]  # dq
+    backward_key: Callable[..., None]  # dk and dv
 
 
 # ---- on the CPU ----
@@ -125,8 +141,8 @@ def cpu_kernels(score: Score, slope: Score) -> Kernels:
     forward_tile, query_tile, key_tile = loops
 
     @njit
-    def forward(q, k, v, scale, out, lse):  # type: ignore[no-untyped-def]
-        heads, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    def forward(q, k, v, scale, offset, out, lse):  # type: ignore[no-untyped-def]
+        heads, rows, keys, group = q.shape[0], q.shape[1], k.shape[1], q.shape[0] // k.shape[0]
         for h in range(heads):
             for row in range(rows):
                 m, l = -math.inf, 0.0  # noqa: E741
@@ -134,43 +150,58 @@ def cpu_kernels(score: Score, slope: Score) -> Kernels:
                 for first in range(0, keys, BLOCK):
                     end = min(first + BLOCK, keys)
                     m, l = forward_tile(  # noqa: E741
-                        q[h, row], k[h, first:end], v[h, first:end], end - first, first, row, scale, m, l, acc
-                    )
+                        q[h, row], k[h // group, first:end], v[h // group, first:end], end - first, first,
+                        row + offset, scale, m, l, acc,
+                    )  # fmt: skip
                 for c in range(v.shape[2]):
                     out[h, row, c] = acc[c] / l if l > 0.0 else 0.0
                 lse[h, row] = m + math.log(l) if l > 0.0 else -math.inf
 
     @njit
-    def backward(q, k, v, scale, lse, dout, delta, dq, dk, dv):  # type: ignore[no-untyped-def]
-        heads, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    def backward_query(q, k, v, scale, offset, lse, dout, delta, dq):  # type: ignore[no-untyped-def]
+        heads, rows, keys, group = q.shape[0], q.shape[1], k.shape[1], q.shape[0] // k.shape[0]
         for h in range(heads):
+            own = h // group
             for row in range(rows):
                 for first in range(0, keys, BLOCK):
                     end = min(first + BLOCK, keys)
                     query_tile(
-                        q[h, row], dout[h, row], k[h, first:end], v[h, first:end], end - first, first, row,
-                        scale, lse[h, row], delta[h, row], dq[h, row],
+                        q[h, row], dout[h, row], k[own, first:end], v[own, first:end], end - first, first,
+                        row + offset, scale, lse[h, row], delta[h, row], dq[h, row],
                     )  # fmt: skip
+
+    @njit
+    def backward_key(q, k, v, scale, offset, lse, dout, delta, dk, dv):  # type: ignore[no-untyped-def]
+        heads, rows, keys, group = q.shape[0], q.shape[1], k.shape[1], q.shape[0] // k.shape[0]
+        for h in range(heads):
+            own = h // group
             for column in range(keys):
                 for first in range(0, rows, BLOCK):
                     end = min(first + BLOCK, rows)
                     key_tile(
-                        k[h, column], v[h, column], q[h, first:end], dout[h, first:end], lse[h, first:end],
-                        delta[h, first:end], end - first, first, column, scale, dk[h, column], dv[h, column],
+                        k[own, column], v[own, column], q[h, first:end], dout[h, first:end],
+                        lse[h, first:end], delta[h, first:end], end - first, first + offset, column, scale,
+                        dk[own, column], dv[own, column],
                     )  # fmt: skip
 
-    return Kernels(forward, backward)
+    return Kernels(forward, backward_query, backward_key)
 
 
 # ---- on a GPU ----
 
 
 @cache
-def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int) -> Kernels:
+def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int, dtype: str = "float32") -> Kernels:
     """The same as CUDA kernels: a block of threads shares tiles in shared memory, a thread owns a row.
+
+    Arrays are of ``dtype``, float32 or float64; sums in registers are float64, as Python's are. The keyword
+    ``stream`` (of ``numba.cuda``; 0 is the default one) says where a pass runs.
 
     NOTE: one shared array per line: the simulator tells them apart by their lines.
     """
+    real, rows = (float64, block_rows(dim, dim_v, 8)) if dtype == "float64" else (
+        float32, block_rows(dim, dim_v, 4)
+    )  # fmt: skip
 
     def device(function: Any) -> Any:
         return cuda.jit(device=True)(function)
@@ -178,26 +209,26 @@ def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int) -> Kernels:
     forward_tile, query_tile, key_tile = tile_loops(device, score, slope)
 
     @cuda.jit
-    def forward_kernel(q, k, v, scale, out, lse):  # type: ignore[no-untyped-def]
-        k_tile = cuda.shared.array((BLOCK, dim), float32)
-        v_tile = cuda.shared.array((BLOCK, dim_v), float32)
-        acc = cuda.local.array(dim_v, float32)
-        own, h = cuda.threadIdx.x, cuda.blockIdx.y
-        row = cuda.blockIdx.x * BLOCK + own
+    def forward_kernel(q, k, v, scale, offset, out, lse):  # type: ignore[no-untyped-def]
+        k_tile = cuda.shared.array((rows, dim), real)
+        v_tile = cuda.shared.array((rows, dim_v), real)
+        acc = cuda.local.array(dim_v, real)
+        own, h = cuda.threadIdx.x, cuda.blockIdx.x
+        row, hk = cuda.blockIdx.y * rows + own, h // (q.shape[0] // k.shape[0])
         for c in range(dim_v):
             acc[c] = 0.0
         m, l = -math.inf, 0.0  # noqa: E741
-        for first in range(0, k.shape[1], BLOCK):
+        for first in range(0, k.shape[1], rows):
             if first + own < k.shape[1]:  # each thread brings one key and one value
                 for c in range(dim):
-                    k_tile[own, c] = k[h, first + own, c]
+                    k_tile[own, c] = k[hk, first + own, c]
                 for c in range(dim_v):
-                    v_tile[own, c] = v[h, first + own, c]
+                    v_tile[own, c] = v[hk, first + own, c]
             cuda.syncthreads()
             if row < q.shape[1]:
-                count = min(BLOCK, k.shape[1] - first)
+                count = min(rows, k.shape[1] - first)
                 m, l = forward_tile(  # noqa: E741
-                    q[h, row], k_tile, v_tile, count, first, row, scale, m, l, acc
+                    q[h, row], k_tile, v_tile, count, first, row + offset, scale, m, l, acc
                 )
             cuda.syncthreads()  # nobody overwrites a tile that is still being read
         if row < q.shape[1]:
@@ -206,96 +237,95 @@ def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int) -> Kernels:
             lse[h, row] = m + math.log(l) if l > 0.0 else -math.inf
 
     @cuda.jit
-    def query_kernel(q, k, v, scale, lse, dout, delta, dq):  # type: ignore[no-untyped-def]
-        k_tile = cuda.shared.array((BLOCK, dim), float32)
-        v_tile = cuda.shared.array((BLOCK, dim_v), float32)
-        own, h = cuda.threadIdx.x, cuda.blockIdx.y
-        row = cuda.blockIdx.x * BLOCK + own
-        for first in range(0, k.shape[1], BLOCK):
+    def query_kernel(q, k, v, scale, offset, lse, dout, delta, dq):  # type: ignore[no-untyped-def]
+        k_tile = cuda.shared.array((rows, dim), real)
+        v_tile = cuda.shared.array((rows, dim_v), real)
+        own, h = cuda.threadIdx.x, cuda.blockIdx.x
+        row, hk = cuda.blockIdx.y * rows + own, h // (q.shape[0] // k.shape[0])
+        for first in range(0, k.shape[1], rows):
             if first + own < k.shape[1]:
                 for c in range(dim):
-                    k_tile[own, c] = k[h, first + own, c]
+                    k_tile[own, c] = k[hk, first + own, c]
                 for c in range(dim_v):
-                    v_tile[own, c] = v[h, first + own, c]
+                    v_tile[own, c] = v[hk, first + own, c]
             cuda.syncthreads()
             if row < q.shape[1]:
                 query_tile(
-                    q[h, row], dout[h, row], k_tile, v_tile, min(BLOCK, k.shape[1] - first), first, row,
-                    scale, lse[h, row], delta[h, row], dq[h, row],
+                    q[h, row], dout[h, row], k_tile, v_tile, min(rows, k.shape[1] - first), first,
+                    row + offset, scale, lse[h, row], delta[h, row], dq[h, row],
                 )  # fmt: skip
             cuda.syncthreads()
 
     @cuda.jit
-    def key_kernel(q, k, v, scale, lse, dout, delta, dk, dv):  # type: ignore[no-untyped-def]
-        q_tile, dout_tile = (
-            cuda.shared.array((BLOCK, dim), float32),
-            cuda.shared.array((BLOCK, dim_v), float32),
-        )
-        lse_tile = cuda.shared.array(BLOCK, float32)
-        delta_tile = cuda.shared.array(BLOCK, float32)
-        own, h = cuda.threadIdx.x, cuda.blockIdx.y
-        column = cuda.blockIdx.x * BLOCK + own
-        for first in range(0, q.shape[1], BLOCK):
-            if first + own < q.shape[1]:
-                for c in range(dim):
-                    q_tile[own, c] = q[h, first + own, c]
-                for c in range(dim_v):
-                    dout_tile[own, c] = dout[h, first + own, c]
-                lse_tile[own], delta_tile[own] = lse[h, first + own], delta[h, first + own]
-            cuda.syncthreads()
-            if column < k.shape[1]:
-                key_tile(
-                    k[h, column], v[h, column], q_tile, dout_tile, lse_tile, delta_tile,
-                    min(BLOCK, q.shape[1] - first), first, column, scale, dk[h, column], dv[h, column],
-                )  # fmt: skip
-            cuda.syncthreads()
+    def key_kernel(q, k, v, scale, offset, lse, dout, delta, dk, dv):  # type: ignore[no-untyped-def]
+        q_tile = cuda.shared.array((rows, dim), real)
+        dout_tile = cuda.shared.array((rows, dim_v), real)
+        lse_tile = cuda.shared.array(rows, real)
+        delta_tile = cuda.shared.array(rows, real)
+        own, hk, group = cuda.threadIdx.x, cuda.blockIdx.x, q.shape[0] // k.shape[0]
+        column = cuda.blockIdx.y * rows + own
+        for h in range(hk * group, hk * group + group):  # all query heads that share this key head
+            for first in range(0, q.shape[1], rows):
+                if first + own < q.shape[1]:
+                    for c in range(dim):
+                        q_tile[own, c] = q[h, first + own, c]
+                    for c in range(dim_v):
+                        dout_tile[own, c] = dout[h, first + own, c]
+                    lse_tile[own], delta_tile[own] = lse[h, first + own], delta[h, first + own]
+                cuda.syncthreads()
+                if column < k.shape[1]:
+                    key_tile(
+                        k[hk, column], v[hk, column], q_tile, dout_tile, lse_tile, delta_tile,
+                        min(rows, q.shape[1] - first), first + offset, column, scale,
+                        dk[hk, column], dv[hk, column],
+                    )  # fmt: skip
+                cuda.syncthreads()
 
-    def grid(x: Any) -> tuple[int, int]:
-        return -(-x.shape[1] // BLOCK), x.shape[0]
+    def launcher(kernel: Any, over: int) -> Callable[..., None]:
+        def launch(*arguments: Any, stream: Any = 0) -> None:
+            heads, length = arguments[over].shape[:2]
+            with warnings.catch_warnings():  # small grids and arrays of the host are what one tries first
+                warnings.simplefilter("ignore", NumbaPerformanceWarning)
+                kernel[(heads, -(-length // rows)), rows, stream](*arguments)
 
-    def forward(q: Any, k: Any, v: Any, scale: float, out: Any, lse: Any) -> None:
-        forward_kernel[grid(q), BLOCK](q, k, v, scale, out, lse)
+        return launch
 
-    def backward(
-        q: Any, k: Any, v: Any, scale: float, lse: Any, dout: Any, delta: Any, *results: Any
-    ) -> None:
-        dq, dk, dv = results
-        query_kernel[grid(q), BLOCK](q, k, v, scale, lse, dout, delta, dq)
-        key_kernel[grid(k), BLOCK](q, k, v, scale, lse, dout, delta, dk, dv)
-
-    return Kernels(forward, backward)
+    return Kernels(launcher(forward_kernel, 0), launcher(query_kernel, 0), launcher(key_kernel, 1))
 
 
 # ---- what one calls ----
 
 
-def _kernels(target: str, score: Score, slope: Score, dim: int, dim_v: int) -> Kernels:
+def _kernels(target: str, score: Score, slope: Score, q: Array, v: Array) -> Kernels:
     if target == "cpu":
         return cpu_kernels(score, slope)
     if target == "cuda":
-        return cuda_kernels(score, slope, dim, dim_v)
+        return cuda_kernels(score, slope, q.shape[-1], v.shape[-1], q.dtype.name)
     raise ValueError(f"target: got {target!r}; takes 'cpu' or 'cuda'")
 
 
 def attention(
     q: Array, k: Array, v: Array, *, score: Score = unchanged, slope: Score = ones,
-    softmax_scale: float | None = None, target: str = "cpu",
+    softmax_scale: float | None = None, offset: int = 0, target: str = "cpu",
 ) -> tuple[Array, Array, Callable[[Array], tuple[Array, Array, Array]]]:  # fmt: skip
     """Attention whose scores pass through ``score(s, row, column)``; forward and backward.
 
-    ``q``, ``k``, ``v``: (heads, seqlen, head_dim) NumPy arrays, float32 or (on the CPU) float64, with as
-    many heads in each. ``slope``: the derivative of ``score`` with respect to s; only the backward uses it.
-    Both must be functions that Numba compiles. Returns out, LSE and a pullback from dout to (dq, dk, dv).
+    ``q``, ``k``, ``v``: (heads, seqlen, head_dim) NumPy arrays, float32 or float64; the heads of k and v
+    divide q's. ``slope``: the derivative of ``score`` with respect to s; only the backward uses it. Both must
+    be functions that Numba compiles. ``offset`` is added to the rows that they see. Returns out, LSE and a
+    pullback from dout to (dq, dk, dv).
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    kernels = _kernels(target, score, slope, q.shape[-1], v.shape[-1])
+    kernels = _kernels(target, score, slope, q, v)
     out, lse = np.zeros((*q.shape[:2], v.shape[-1]), q.dtype), np.zeros(q.shape[:2], q.dtype)
-    kernels.forward(q, k, v, scale, out, lse)
+    kernels.forward(q, k, v, scale, offset, out, lse)
 
     def pullback(dout: Array) -> tuple[Array, Array, Array]:
         delta = (dout * out).sum(axis=-1)
         dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-        kernels.backward(q, k, v, scale, lse, np.ascontiguousarray(dout), delta, dq, dk, dv)
+        given = (q, k, v, scale, offset, lse, np.ascontiguousarray(dout), delta)
+        kernels.backward_query(*given, dq)
+        kernels.backward_key(*given, dk, dv)
         return dq, dk, dv
 
     return out, lse, pullback

@@ -2,24 +2,38 @@
 
 It needs nothing but the installed package. Each case runs forward and backward on one array library and
 one backend; the error of every result, relative to its largest value, must stay below the dtype's bar.
-Nothing here prints.
+What the cases need compiled is compiled side by side first. Nothing here prints.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from . import device as devices
+from . import jit, planning
 from .api import flash_attention, flash_attention_vjp
+from .arrays import adapter
+from .program import Host, Kernel
+from .spec import AttentionSpec, canonical
 
 Array = Any  # of NumPy, CuPy or JAX
 
 # Relative to the largest value: a few roundings of the dtype, as at most a few hundred keys are summed.
 BARS = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
-FLOOR = 1e-3  # a result whose largest value is below this is compared absolutely against bar * FLOOR
+# A result whose largest value is below this is compared absolutely, against bar * FLOOR. Inputs are of size
+# 1, so what is left that small is a difference of equal terms (one key alone: its weight cannot change).
+FLOOR = 0.05
 
 
 @dataclass(frozen=True)
@@ -191,11 +205,84 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
     return float(abs(got[finite] - want[finite]).max() / max(abs(want[finite]).max(), FLOOR))
 
 
+def cases(arrays: str, backend: str | None, match: str = "") -> list[Case]:
+    """The cases whose name contains ``match``; for the readable kernels only those that they take."""
+    found = [case for case in CASES if match in case.name]
+    if arrays == "cupy" and backend == "numba":
+        found = [case for case in found if not case.operands and "dropout_p" not in dict(case.options)]
+    return found
+
+
+# ---- compiling ahead ----
+
+Calls = list[tuple[AttentionSpec, frozenset[str] | None]]
+
+
+def calls(arrays: str, chosen: list[Case], dtypes: tuple[str, ...]) -> Calls:
+    """The forwards (``None``) and backwards (for all gradients there are) that ``compute`` makes of cases."""
+    found: Calls = []
+    for case in chosen:
+        for dtype in dtypes:
+            inputs = draw(case, dtype)
+            dout = adapter("numpy").signature(inputs.pop("dout"))
+            q, k, v = (inputs.pop(name) for name in "qkv")
+            spec = planning.bind_call(q, k, v, {**inputs, **dict(case.options)})
+            wants = (
+                {"q", "k", "v"} | ({"bias"} if spec.bias else set()) | ({"sinks"} if spec.sinks else set())
+            )
+            back = replace(spec, dout=canonical(dout, spec.layout), dlse=arrays == "jax")
+            found += [(spec, None), (back, frozenset(wants))]
+    return found
+
+
+def compile_kernels(wanted: Calls) -> tuple[int, Iterator[None]]:
+    """How many CUDA kernels the calls need on the GPU here, and an iterator that compiles one a step.
+
+    All cores work at once. A kernel that does not compile is left to its case, which will say so.
+    """
+    where = devices.query(0)
+    kernels = planning.kernels_of(wanted, where)
+
+    def one(kernel: Kernel) -> None:
+        with suppress(Exception):
+            jit.compiled(kernel, where.arch)
+
+    def steps() -> Iterator[None]:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for done in as_completed([pool.submit(one, kernel) for kernel in kernels]):
+                yield done.result()
+
+    return len(kernels), steps()
+
+
+def compile_loops(wanted: Calls) -> tuple[int, Iterator[None]]:
+    """The same for the CPU's loops that no file holds yet, a process each: in one, Numba takes turns."""
+    cpu = importlib.import_module(".backends.numba", __package__)
+    folder = importlib.import_module(".backends.cpu_code", __package__).cache_directory()
+    names: dict[str, None] = {"drain": None}
+    for spec, wants in wanted:
+        program = cpu.forward_program(spec) if wants is None else cpu.backward_program(spec, wants)
+        names |= dict.fromkeys(step.entry for step in program.steps if isinstance(step, Host))
+    missing = [name for name in names if folder is not None and not any(folder.glob(f"{name}-*.o"))]
+    code = "import sys; from cuattn.backends.cpu_code import host_entry; host_entry(sys.argv[1])"
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+    def one(name: str) -> None:
+        command = [sys.executable, "-c", code, name]
+        subprocess.run(command, capture_output=True, check=False, env=environment)
+
+    def steps() -> Iterator[None]:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for done in as_completed([pool.submit(one, name) for name in missing]):
+                yield done.result()
+
+    return len(missing), steps()
+
+
 def run(arrays: str, backend: str | None, dtypes: tuple[str, ...], match: str = "") -> Iterator[Outcome]:
-    """Yield an ``Outcome`` for every case whose name contains ``match`` and every dtype."""
-    for case in CASES:
-        if match not in case.name:
-            continue
+    """Yield an ``Outcome`` for every case of ``cases`` and every dtype."""
+    for case in cases(arrays, backend, match):
         for dtype in dtypes:
             inputs = draw(case, dtype)
             want = reference(case, inputs)

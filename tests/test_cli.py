@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,10 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from cuattn import bench, verify
+from cuattn import bench, jit, planning, verify
+from cuattn.backends import cpu_code, numba_cuda, reference
 from cuattn.cli import app
+from cuattn.device import H200
 
 runner = CliRunner()
 
@@ -90,6 +95,117 @@ def test_the_case_table_covers_every_option() -> None:
     operands = {name for case in verify.CASES for name in case.operands}
     assert operands == {"bias", "mask", "alibi_slopes", "sinks", "segments", "lengths"}
     assert options >= {"causal", "window_size", "softcap", "dropout_p", "deterministic", "q_offset", "layout"}
+
+
+@pytest.mark.parametrize("case", verify.CASES, ids=lambda case: case.name)
+def test_verify_knows_what_its_cases_ask_of_a_backend(
+    case: verify.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Stop(Exception):
+        pass
+
+    def prepare(spec: Any, device: int | None, wants: frozenset[str] | None) -> Any:
+        asked.append((spec, wants))
+        if wants is not None:
+            raise Stop
+        return genuine(spec, device, wants)
+
+    genuine = reference.prepare
+    monkeypatch.setattr(reference, "prepare", prepare)
+    monkeypatch.setattr("cuattn.call._kept", {})
+    monkeypatch.setattr("cuattn.call._made", {})
+    with pytest.raises(Stop):
+        verify.compute(case, verify.draw(case, "float16"), "numpy", "reference")
+    assert asked == verify.calls("numpy", [case], ("float16",))
+
+
+def test_verify_compiles_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("cuattn.device.query", lambda _: H200)
+    started: list[float] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def compiled(kernel: Any, arch: int) -> None:
+        assert arch == 90
+        started.append(time.monotonic())
+        if len(started) <= 2:
+            both.wait()  # passes only if two kernels are being compiled at once
+        raise jit.CompileError("left to its case")
+
+    monkeypatch.setattr(jit, "compiled", compiled)
+    wanted = verify.calls("cupy", [c for c in verify.CASES if c.name == "sinks"], ("float16", "float64"))
+    count, steps = verify.compile_kernels(wanted)
+    assert len(list(steps)) == count == len(started) >= 4
+    assert not both.broken
+
+
+def test_verify_compiles_the_loops_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+    cpu_code.cache_directory.cache_clear()
+    try:
+        wanted = verify.calls("numpy", [verify.CASES[0]], ("float32",))[:1]
+        count, steps = verify.compile_loops(wanted)
+        assert len(list(steps)) == count == 3  # decode, combine, drain
+        assert len(list((tmp_path / "cpu").glob("*.o"))) == 3
+        assert verify.compile_loops(wanted)[0] == 0
+    finally:
+        cpu_code.cache_directory.cache_clear()
+
+
+def test_readable_kernels_are_verified_with_what_they_take() -> None:
+    chosen = verify.cases("cupy", "numba")
+    assert {case.name for case in chosen} >= {"causal", "softcap", "window", "grouped heads"}
+    for spec, _ in verify.calls("cupy", chosen, ("float32",)):
+        numba_cuda.check(spec)
+    assert len(verify.cases("cupy", None)) == len(verify.CASES) > len(chosen)
+
+
+def test_a_first_call_that_compiles_is_not_the_time_of_a_call() -> None:
+    calls = []
+
+    def forward() -> tuple[Any, Any]:
+        calls.append("forward")
+        time.sleep(0.7 if calls == ["forward"] else 0.001)
+        return x, None
+
+    def backward(_: Any) -> tuple[Any, Any, Any]:
+        calls.append("backward")
+        time.sleep(0.7 if calls.count("backward") == 1 else 0.001)
+        return x, x, x
+
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    setup = bench.Setup("numpy", "float32", 1, 1, 1, 8, False, True, (4,), 60.0)
+    sample = bench._sample(np, setup, (x, x, x, x), forward, backward)
+    assert 0.001 <= sample.forward < 0.2
+    assert sample.backward is not None
+    assert 0.001 <= sample.backward < 0.2
+
+
+def test_one_repetition_of_a_long_call_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([2.0, 1.0])
+    monkeypatch.setattr(bench, "_timed", lambda _, call: (call(), next(seconds)))
+    assert bench.measure(np, lambda: None, 5.0) == 2.0
+    assert bench.measure(np, lambda: None, 2 * bench.REPEAT_SECONDS) == 2 * bench.REPEAT_SECONDS
+    times = iter([0.1, 0.3, 0.2, 9.0])
+    monkeypatch.setattr(bench, "_timed", lambda _, call: (call(), next(times)))
+    assert bench.measure(np, lambda: None, 0.1) == 0.2
+
+
+def test_bench_compiles_the_kernels_of_all_lengths_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    found: list[Any] = []
+    monkeypatch.setattr("cuattn.device.query", lambda _: H200)
+    monkeypatch.setattr(jit, "compile_all", lambda pairs: found.extend(pairs))
+    setup = bench.default_setup("cupy")
+    bench.compile_kernels(setup)
+    for length in setup.lengths:
+        x = planning.shaped((1, length, 16, 128), "float16")
+        spec = planning.bind_call(x, x, x, {"causal": True})
+        for wants in (None, frozenset("qkv")):
+            assert {(k, 90) for k in planning.kernels_of([(spec, wants)], H200)} <= set(found)
 
 
 def test_info_names_every_backend_and_library() -> None:

@@ -43,7 +43,10 @@ def get(name: str) -> Backend:
 
 def backends() -> dict[str, Availability]:
     """What is available on this machine: backend name to ``Availability``."""
-    runs_on = {"cuda": "CuPy and JAX arrays on the GPU", "numba": "NumPy and JAX arrays on the CPU"}
+    runs_on = {
+        "cuda": "CuPy and JAX arrays on the GPU",
+        "numba": "NumPy and JAX arrays on the CPU; CuPy arrays, when asked for, by readable kernels",
+    }
     found = {}
     for name in NAMES:
         reason = get(name).unavailable()
@@ -60,9 +63,7 @@ def select(name: str | None, library: str) -> Backend:
         name = "cuda" if library == "cupy" else "numba"
     if name not in NAMES:
         raise argument_error("backend", repr(name), "None, " + ", ".join(map(repr, NAMES)))
-    if name == "numba" and library == "cupy":
-        raise argument_error("backend", "'numba' with arrays on a GPU", "'cuda' or 'reference' there")
-    backend = get(name)
+    backend = get("numba_cuda" if name == "numba" and library == "cupy" else name)
     reason = backend.unavailable()
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
