@@ -7,7 +7,7 @@ here is only which part of the keys meets which part of the queries, and how par
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ..errors import argument_error
 from . import jax_primitives as primitives
 from .jax_operands import canonical
-from .jax_sharding import shift_dropout
+from .jax_sharding import axes_of, shift_dropout
 from .jaxcompat import vary_alike, varying_over
 
 _MOVING = ("k", "v", "kv_segment_ids")  # what goes round the ring
 _POSITIONAL = ("q_segment_ids", "kv_segment_ids")
 DROPOUT_COLUMNS = 32  # dropout's counters are shared by so many columns: parts begin at a multiple
+TURN_BYTES = 32 << 20  # of q: what a ring works on at a time, for what it needs on the way to be small
 
 
 def ring_attention(
@@ -131,6 +132,7 @@ class _Pair:
     keys: tuple[slice, ...]
     offset: Any = None  # None: all keys are seen; else the diagonal, an int or a traced one
     choose: Any = None  # traced bool: the first of two ranges, or the second
+    home: Any = None  # what ``choose`` is on the device that has this one's keys
     start: tuple[Any, Any] = (0, 0)  # row and key at which the ranges begin, in the whole
 
 
@@ -179,6 +181,14 @@ class _Ring:
                 "k", f"{part} keys in a part", f"a multiple of {DROPOUT_COLUMNS}, with dropout"
             )
 
+    def turns(self, named: Mapping[str, Any]) -> tuple[int, int]:
+        """Into how many parts the batch and the heads are cut, each going round the ring in its turn."""
+        q, k = named["q"], named["k"]
+        batch, heads = q.shape[0], k.shape[3 - self.axis]
+        wanted = max(1, -(-q.size * q.dtype.itemsize // TURN_BYTES))
+        of_batch = _divisor(batch, wanted)
+        return of_batch, _divisor(heads, -(-wanted // of_batch))
+
     def shifts(self, keys: int) -> list[int]:
         """From how many devices back, in turn, keys are wanted: 0 first, those out of reach never."""
         if self.zigzag:
@@ -216,7 +226,8 @@ class _Ring:
             return [*diagonals, both]
         behind = here >= shift  # the keys come from before this device: both halves see the first of them
         other = _Pair(
-            ranges, ranges, choose=behind, start=tuple(jnp.where(behind, a, b) for a, b in starts)
+            ranges, ranges, choose=behind, home=(here + shift) % self.size >= shift,
+            start=tuple(jnp.where(behind, a, b) for a, b in starts),
         )  # fmt: skip
         return [both, other]
 
@@ -245,10 +256,61 @@ class _Ring:
         parts = dict(zip(names, vary_alike([parts[n] for n in names]), strict=True))
         return parts, primitives.Call(names, tuple(sorted(options.items())), self.call.backend)
 
-    def move(self, arrays: Any, places: int) -> Any:
-        """Send arrays to the device that is so many places ahead."""
+    def move(self, arrays: dict[str, Any], places: int) -> dict[str, Any]:
+        """Send arrays to the device that is so many places ahead: one transfer for all of one dtype."""
         order = [(d, (d + places) % self.size) for d in range(self.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis_name, order), arrays)
+        moved: dict[str, Any] = {}
+        for dtype in dict.fromkeys(x.dtype for x in arrays.values()):
+            some = {n: x for n, x in arrays.items() if x.dtype == dtype}
+            flat = jnp.concatenate([x.reshape(-1) for x in some.values()])
+            flat = jax.lax.ppermute(flat, self.axis_name, order)
+            parts = jnp.split(flat, np.cumsum([x.size for x in some.values()])[:-1])
+            moved |= {n: p.reshape(x.shape) for p, (n, x) in zip(parts, some.items(), strict=True)}
+        return moved
+
+
+def _divisor(number: int, least: int) -> int:
+    """The smallest divisor that is at least ``least``, or the number itself."""
+    return next((d for d in range(least, number) if number % d == 0), max(1, number))
+
+
+def _in_turns(
+    ring: _Ring,
+    function: Callable[[dict[str, Any]], tuple[Any, ...]],
+    named: Mapping[str, Any],
+    results: Mapping[str, tuple[tuple[int, ...], Any]],
+) -> tuple[Any, ...]:
+    """``function`` of operands by role, some batch entries and heads at a time; results by (shape, dtype).
+
+    A loop, so that what one turn needs beside operands and results is free again for the next.
+    """
+    turns = ring.turns(named)
+    if turns == (1, 1):
+        return function(dict(named))
+    cut = {"b": turns[0], "h": turns[1], "n": turns[1]}
+    made = vary_alike([named["q"], *(jnp.zeros(*x) for x in results.values())])[1:]
+    places = [axes_of(role, x.shape, ring.layout) for role, x in zip(results, made, strict=True)]
+
+    def starts(shape: tuple[int, ...], axes: str, turn: Any) -> list[Any]:
+        at = {"b": turn // turns[1], "h": turn % turns[1], "n": turn % turns[1]}
+        return [at[a] * (n // cut[a]) if a in cut else 0 for a, n in zip(axes, shape, strict=True)]
+
+    def part(role: str, x: Any, turn: Any) -> Any:
+        if role == "dropout_seed":
+            first = starts(named["q"].shape, axes_of("q", named["q"].shape, ring.layout), turn)
+            return shift_dropout(x, batch=first[0], head=first[3 - ring.axis])
+        axes = axes_of(role, x.shape, ring.layout)
+        sizes = [n // cut.get(a, 1) for a, n in zip(axes, x.shape, strict=True)]
+        return jax.lax.dynamic_slice(x, starts(x.shape, axes, turn), sizes)
+
+    def one(turn: Any, made: list[Any]) -> list[Any]:
+        found = function({role: part(role, x, turn) for role, x in named.items()})
+        return [
+            jax.lax.dynamic_update_slice(whole, x, starts(whole.shape, axes, turn))
+            for whole, x, axes in zip(made, found, places, strict=True)
+        ]
+
+    return tuple(jax.lax.fori_loop(0, turns[0] * turns[1], one, made))
 
 
 def take(x: Any, ranges: tuple[slice, ...], choose: Any, axis: int) -> Any:
@@ -305,6 +367,15 @@ def _combine(ring: _Ring, total: tuple[Any, Any], part: tuple[Any, Any], pair: _
 
 
 def _forward(ring: _Ring, named: dict[str, Any]) -> tuple[Any, Any]:
+    q, heads = named["q"], 3 - ring.axis
+    shape = q.shape[0], q.shape[heads], q.shape[ring.axis]
+    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    results = {"out": ((*q.shape[:3], named["v"].shape[3]), q.dtype), "lse": (shape, wide)}
+    out, lse = _in_turns(ring, functools.partial(_forward_turn, ring), named, results)
+    return out, lse
+
+
+def _forward_turn(ring: _Ring, named: dict[str, Any]) -> tuple[Any, Any]:
     rows, keys = (named[n].shape[ring.axis] for n in "qk")
     moving = {n: named[n] for n in _MOVING if n in named}
     total = None
@@ -313,7 +384,7 @@ def _forward(ring: _Ring, named: dict[str, Any]) -> tuple[Any, Any]:
         coming = {} if following is None else ring.move(moving, following - shift)
         for pair in ring.pairs(shift, rows, keys):
             parts, call = ring.one({**named, **moving}, pair)
-            found = primitives.attend(list(parts.values()), call)
+            coming, found = _together(coming, primitives.attend(list(parts.values()), call))
             if total is None and pair.choose is None and pair.rows == (slice(0, rows),):
                 total = found[0].astype(found[1].dtype), found[1]
                 continue
@@ -329,6 +400,11 @@ def _forward(ring: _Ring, named: dict[str, Any]) -> tuple[Any, Any]:
         share = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(lse), 0.0, with_sink)))
         out, lse = out * _to_rows(share, ring.layout), with_sink
     return out.astype(named["q"].dtype), lse
+
+
+def _together(coming: dict[str, Any], found: Any) -> tuple[dict[str, Any], Any]:
+    """Both as they are; XLA has the transfer run while ``found`` is computed, for neither is there before."""
+    return jax.lax.optimization_barrier((coming, found)) if coming else (coming, found)
 
 
 def _nothing(ring: _Ring, named: Mapping[str, Any], like: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -387,36 +463,39 @@ def _attend_backward(ring: _Ring, residuals: Any, cotangents: Any) -> tuple[dict
 def _gradients(
     ring: _Ring, named: dict[str, Any], out: Any, lse: Any, dout: Any, dlse: Any, wants: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Gradients of q, k and v: keys go round once more, their gradients with them, one place behind."""
+    """Gradients of q, k and v: keys go round once more, what a device finds for others' goes home at once."""
+    incoming = {"out": out, "lse": lse, "dout": dout} | ({} if dlse is None else {"dlse": dlse})
+    results = {n: (named[n].shape, named[n].dtype) for n in wants}
+    function = functools.partial(_gradients_turn, ring, wants)
+    return dict(zip(wants, _in_turns(ring, function, named | incoming, results), strict=True))
+
+
+def _gradients_turn(ring: _Ring, wants: tuple[str, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+    named = {n: x for n, x in given.items() if n not in ("out", "lse", "dout", "dlse")}
     rows, keys = (named[n].shape[ring.axis] for n in "qk")
     moving = {n: named[n] for n in _MOVING if n in named}
-    zeros = {n: jnp.zeros_like(named[n], lse.dtype) for n in wants}
-    dq = zeros.get("q")
-    sums: dict[str, Any] = {}  # of k and v, on the way home
+    sums = {n: jnp.zeros_like(named[n], given["lse"].dtype) for n in wants}
     shifts = ring.shifts(keys)
-    for shift, following in zip(shifts, [*shifts[1:], ring.size], strict=True):
-        coming = {} if following == ring.size else ring.move(moving, following - shift)
-        here = {n: zeros[n] for n in wants if n != "q"}
+    for shift, following in zip(shifts, [*shifts[1:], None], strict=True):
+        coming = {} if following is None else ring.move(moving, following - shift)
         for pair in ring.pairs(shift, rows, keys):
             parts, call = ring.one({**named, **moving}, pair)
-            results = [take(x, pair.rows, pair.choose, ring.axis) for x in (out, dout)]
-            along = [None if x is None else take(x, pair.rows, pair.choose, 2) for x in (lse, dlse)]
-            everything = vary_alike([*parts.values(), *results, *(x for x in along if x is not None)])
-            *operands, out_, dout_ = everything[: len(parts) + 2]
-            lse_, dlse_ = [*everything[len(parts) + 2 :], None][:2]
-            for name, x in zip(
-                wants, primitives.pull_back(operands, out_, lse_, dout_, dlse_, call, wants), strict=True
-            ):
-                if name == "q":
-                    dq = add(dq, x, pair.rows, pair.choose, ring.axis)
-                else:
-                    here[name] = add(here[name], x, pair.keys, pair.choose, ring.axis)
-        sums = {n: x + sums[n] if sums else x for n, x in here.items()}
-        if following != shift and (following != ring.size or shift != 0):
-            sums = ring.move(sums, following - shift)
+            results = [take(given[n], pair.rows, pair.choose, ring.axis) for n in ("out", "dout")]
+            along = [take(given[n], pair.rows, pair.choose, 2) for n in ("lse", "dlse") if n in given]
+            everything = [*vary_alike([*parts.values(), *results, *along]), None]
+            *operands, out, dout, lse, dlse = everything[: len(parts) + 4]
+            found = primitives.pull_back(operands, out, lse, dout, dlse, call, wants)
+            coming, found = _together(coming, found)
+            gradients = dict(zip(wants, found, strict=True))
+            if "q" in wants:
+                dq = gradients.pop("q")
+                sums["q"] = add(sums["q"], dq, pair.rows, pair.choose, ring.axis)
+            if shift:
+                gradients = ring.move(gradients, -shift)
+            for name, x in gradients.items():
+                sums[name] = add(sums[name], x, pair.keys, pair.home, ring.axis)
         moving = coming
-    found = {n: x for n, x in (("q", dq), *sums.items()) if x is not None}
-    return {n: x.astype(named[n].dtype) for n, x in found.items()}
+    return tuple(sums[n].astype(named[n].dtype) for n in wants)
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

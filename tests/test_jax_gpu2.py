@@ -20,6 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from cuattn.interop import jax_parallel  # noqa: E402
 from cuattn.interop.jax import ring_attention, ulysses_attention, zigzag_order  # noqa: E402
 
 
@@ -47,8 +48,10 @@ def split(function: Any, spec: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["jit", "ring", "zigzag", "ulysses"])
-def test_equal_to_one_gpu(kind: str, dtype: str) -> None:
+@pytest.mark.parametrize("kind", ["jit", "ring", "zigzag", "zigzag_in_turns", "ulysses"])
+def test_equal_to_one_gpu(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "zigzag_in_turns":
+        monkeypatch.setattr(jax_parallel, "TURN_BYTES", 1)
     arrays = [draw(i, 2, 1024, h, 64, dtype=dtype) for i, h in enumerate((8, 4, 4, 8))]
     one = functools.partial(cuattn.flash_attention, causal=True)
     want = step(one)(*(jnp.asarray(x) for x in arrays))
@@ -58,9 +61,9 @@ def test_equal_to_one_gpu(kind: str, dtype: str) -> None:
         mesh = Mesh(np.array(jax.devices()[:2]), ("seq",))
     else:
         spec = P(None, "seq")
-        options = {"zigzag": True} if kind == "zigzag" else {}
+        options = {"zigzag": True} if kind.startswith("zigzag") else {}
         mesh, run = split(ulysses_attention if kind == "ulysses" else ring_attention, spec, **options)
-        order = zigzag_order(1024, 2) if kind == "zigzag" else order
+        order = zigzag_order(1024, 2) if kind.startswith("zigzag") else order
     put = [jax.device_put(x[:, order], NamedSharding(mesh, spec)) for x in arrays]
     got = step(run)(*put)
     bar = 3e-2 if dtype == "bfloat16" else 2e-5
@@ -78,17 +81,22 @@ def seconds(run: Any, arrays: Any) -> float:
     return best
 
 
+def normal(shape: tuple[int, ...], sharding: Any = None) -> list[Any]:
+    """q, k, v and dout, drawn on the devices."""
+    make = functools.partial(jax.random.normal, shape=shape, dtype="bfloat16")
+    return [jax.jit(make, out_shardings=sharding)(jax.random.key(i)) for i in range(4)]
+
+
 def test_ring_at_128k_tokens() -> None:
     """At least 1.8 times one GPU's speed, forward and backward, with half the memory on each."""
-    tokens = 131072
-    arrays = [draw(i, 1, tokens, 16, 128) for i in range(4)]
+    shape = 1, 131072, 16, 128
     one = step(functools.partial(cuattn.flash_attention, causal=True))
-    here = [jnp.asarray(x) for x in arrays]
+    here = normal(shape)
     alone = one.lower(*here).compile()
     single = seconds(alone, here)
     del here
     mesh, ring = split(ring_attention, P(None, "seq"), zigzag=True)
-    put = [jax.device_put(x, NamedSharding(mesh, P(None, "seq"))) for x in arrays]
+    put = normal(shape, NamedSharding(mesh, P(None, "seq")))
     both = step(ring).lower(*put).compile()
     double = seconds(both, put)
     memory = [
@@ -99,4 +107,4 @@ def test_ring_at_128k_tokens() -> None:
     report = f"{times}: {single / double:.2f} times; bytes {memory}"
     print(report)  # noqa: T201
     assert single / double >= 1.8, report
-    assert memory[1] <= 0.62 * memory[0], report
+    assert memory[1] <= 0.55 * memory[0], report
