@@ -113,8 +113,9 @@ def flash_attention_varlen(
     ``q``: (total_q, heads_q, head_dim), ``k``: (total_k, heads_kv, head_dim), ``v``: (total_k, heads_kv,
     head_dim_v). Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and keys
     ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]`` ((batch + 1,) ints, from 0, not decreasing; empty sequences
-    are allowed). ``max_seqlen_q`` and ``max_seqlen_k``: the longest sequences; None looks them up (on a GPU
-    that waits for the device). Causal is bottom-right in each sequence; other arguments as in
+    are allowed). The arrays may be longer: rows behind the last sequence get out 0, LSE −inf and gradients 0,
+    whatever they hold. ``max_seqlen_q`` and ``max_seqlen_k``: the longest sequences; None looks them up (on
+    a GPU that waits for the device). Causal is bottom-right in each sequence; other arguments as in
     ``flash_attention``.
 
     Returns out (total_q, heads_q, head_dim_v), or (out, lse) with lse (heads_q, total_q).

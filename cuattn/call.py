@@ -264,7 +264,7 @@ def _check_values(arrays: Arrays, options: Options, adapter: Adapter) -> Options
             continue
         ends = arrays_.adapter("numpy").take(arrays[name])
         steps, total = ends[1:] - ends[:-1], arrays[x].shape[0]
-        if ends.size and (ends[0] != 0 or ends[-1] != total or (steps < 0).any()):
+        if ends.size and (ends[0] != 0 or ends[-1] > total or (steps < 0).any()):
             raise argument_error(
                 name, str(ends.tolist()), f"0, then ends that do not decrease, up to {total}"
             )

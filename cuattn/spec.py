@@ -119,9 +119,7 @@ class AttentionSpec:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute: no query rows, or no keys for them to see."""
-        rows = self.total_q if self.varlen else self.batch * self.seqlen_q
-        keys = self.total_kv if self.varlen else self.seqlen_kv
-        return rows == 0 or keys == 0 or self.heads_q == 0
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_kv, self.heads_q)
 
     @property
     def out_shape(self) -> tuple[int, ...]:

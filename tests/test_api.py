@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +95,6 @@ PACKED_BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("cu_seqlens_q", {"cu_seqlens_q": np.array([0, 4, 3, 6])}, ValueError),
     ("cu_seqlens_q", {"cu_seqlens_q": np.array([0, 3, 5, 9])}, ValueError),
     ("cu_seqlens_q", {"cu_seqlens_q": np.array([1, 3, 5, 6])}, ValueError),
-    ("cu_seqlens_q", {"cu_seqlens_q": np.array([0, 3, 5, 5])}, ValueError),
     ("cu_seqlens_k", {"cu_seqlens_k": np.array([0, 7])}, ValueError),
     ("max_seqlen_q", {"max_seqlen_q": -1}, TypeError),
     ("max_seqlen_q", {"max_seqlen_q": 1}, ValueError),
@@ -271,8 +271,6 @@ def test_flash_attn_names(normal: Normal) -> None:
         (fa.flash_attn_varlen_kvpacked_func, (q.reshape(12, 4, 8), kv.reshape(12, 2, 4, 8), cu, cu, 6, 6)),
     ):
         np.testing.assert_array_equal(function(*x, causal=True), packed)
-    with pytest.raises(NotImplementedError, match="block_table"):
-        fa.flash_attn_varlen_func(*(x.reshape(12, 4, 8) for x in (q, k, v)), cu, cu, 6, 6, block_table=1)
     with pytest.raises(ValueError, match=r"^kv: "):
         fa.flash_attn_kvpacked_func(q, q)
     cuattn.set_seed(3)
@@ -284,6 +282,77 @@ def test_flash_attn_names(normal: Normal) -> None:
         fa.flash_attn_func(q, k, v, dropout_p=0.5, dropout_seed=8),
         cuattn.flash_attention(q, k, v, dropout_p=0.5, dropout_seed=8),
     )
+
+
+def test_flash_attn_signatures() -> None:
+    """flash-attn 2.8's names, order and defaults; dropout_seed is ours, by keyword."""
+    from cuattn.interop import flash_attn as fa
+
+    rest = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+        "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
+    }  # fmt: skip
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    for name, arrays in {
+        "flash_attn_func": ("q", "k", "v"),
+        "flash_attn_kvpacked_func": ("q", "kv"),
+        "flash_attn_qkvpacked_func": ("qkv",),
+        "flash_attn_varlen_func": ("q", "k", "v", *lengths),
+        "flash_attn_varlen_kvpacked_func": ("q", "kv", *lengths),
+        "flash_attn_varlen_qkvpacked_func": ("qkv", "cu_seqlens", "max_seqlen"),
+    }.items():
+        found = inspect.signature(getattr(fa, name)).parameters
+        wanted = {**dict.fromkeys(arrays, inspect.Parameter.empty), **rest}
+        wanted |= {"block_table": None} if name == "flash_attn_varlen_func" else {}
+        assert {n: p.default for n, p in found.items()} == {**wanted, "dropout_seed": None}
+        assert list(found) == [*wanted, "dropout_seed"]
+        assert found["dropout_seed"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_flash_attn_pages(normal: Normal, size: int, kind: str) -> None:
+    """block_table: the same as packed keys, whatever unused slots, pages and entries hold."""
+    from cuattn.interop import flash_attn as fa
+
+    make = {"numpy": "asarray", "torch": "from_numpy", "jax": "asarray", "cupy": "asarray"}[kind]
+    to = getattr(pytest.importorskip("jax.numpy" if kind == "jax" else kind), make)
+    lengths, rng = np.array([5, 0, 17]), np.random.default_rng(2)
+    cu_q, cu_k = np.array([0, 2, 3, 9], np.int32), np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    q, k, v = normal(9, 4, 8), normal(22, 2, 8), normal(22, 2, 6)
+    wanted = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 17, causal=True, return_attn_probs=True)
+    counts = -(-lengths // size)
+    table = np.full((3, counts.max() + 1), -1, np.int32)
+    pages = rng.permutation(counts.sum() + 2)
+    k_pages, v_pages = (np.full((len(pages), size, *x.shape[1:]), np.nan, np.float32) for x in (k, v))
+    for b, start in enumerate(cu_k[:-1]):
+        table[b, : counts[b]], pages = pages[: counts[b]], pages[counts[b] :]
+        for p in range(lengths[b]):
+            for x, paged in ((k, k_pages), (v, v_pages)):
+                paged[table[b, p // size], p % size] = x[start + p]
+    given = [to(x) for x in (q, k_pages, v_pages, cu_q, cu_k)]
+    found = fa.flash_attn_varlen_func(
+        *given, 6, 17, causal=True, return_attn_probs=True, block_table=to(table)
+    )
+    assert type(found[0]) is type(given[0])
+    for x, y in zip(found[:2], wanted[:2], strict=True):
+        x = x.get() if kind == "cupy" else np.asarray(x)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_pages(normal: Normal) -> None:
+    from cuattn.interop import flash_attn as fa
+
+    q, pages, cu = normal(3, 4, 8), normal(5, 2, 2, 8), np.array([0, 3], np.int32)
+    for name, k, table in (
+        ("k", normal(5, 2, 8), np.zeros((1, 2), np.int32)),
+        ("v", normal(5, 3, 2, 8), np.zeros((1, 2), np.int32)),
+        ("block_table", pages, np.zeros((2, 2), np.int32)),
+        ("block_table", pages, np.zeros((1, 2), np.float32)),
+        ("block_table", pages, np.zeros((1, 1), np.int32)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: .*takes "):
+            fa.flash_attn_varlen_func(q, k, pages, cu, cu, 3, 3, block_table=table)
 
 
 OPTIONS = {

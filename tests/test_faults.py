@@ -180,6 +180,49 @@ def test_packed_sequences_of_one_and_of_none(run: Runner, normal: Normal) -> Non
         close(grads["k"][keys], wanted_grads["k"][0], 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ends"),
+    [
+        ("float32", 64, (0, 70, 70, 133)),
+        ("bfloat16", 64, (0, 70, 70, 133)),
+        ("bfloat16", 36, (0, 1, 133)),
+        ("float16", 128, (0, 133)),
+        ("float64", 33, (0, 3, 133)),
+        ("float32", 64, (0, 0, 0)),
+        ("bfloat16", 64, (0,)),
+    ],
+    ids=str,
+)
+def test_packed_arrays_longer_than_their_sequences(
+    run: Runner, normal: Normal, dtype: str, head_dim: int, ends: tuple[int, ...]
+) -> None:
+    """Rows behind the last sequence, whatever is in them: out 0, LSE -inf, gradients 0."""
+    if run.kind == "jax" and dtype == "float64":
+        pytest.skip("JAX has float64 only with jax_enable_x64")
+    kind, last = cases.NUMPY_DTYPES[dtype], ends[-1]
+    drawn = {n: normal(150, h, head_dim) for n, h in (("q", 4), ("k", 2), ("v", 2), ("dout", 4))}
+    for x in drawn.values():
+        x[last:] = np.nan
+    dout = drawn.pop("dout").astype(kind)
+    small = np.float64 if dtype == "float64" else np.float32
+    dlse = normal(4, 150, dtype=small)
+    dlse[:, last:] = np.nan
+    cu = np.array(ends, np.int32)
+    arrays: dict[str, Any] = {n: x.astype(kind) for n, x in drawn.items()}
+    arrays |= {"sinks": normal(4, dtype=small), "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    out, lse, grads = run(arrays, dout=dout, dlse=dlse, causal=True)
+    assert (out[last:] == 0).all() and (lse[:, last:] == -np.inf).all()
+    assert all((grads[n][last:] == 0).all() for n in "qkv")
+    cut = {n: x[:last] if n in "qkv" else x for n, x in arrays.items()}
+    wanted, wanted_lse, wanted_grads = oracle(cut, dout[:last], dlse[:, :last], causal=True)
+    tolerance = 2e-5 if dtype in ("float32", "float64") else 3e-2
+    close(out[:last], wanted, tolerance)
+    close(lse[:, :last], wanted_lse, tolerance)
+    for name in "qkv":
+        close(grads[name][:last], wanted_grads[name], 3 * tolerance)
+    close(grads["sinks"], wanted_grads["sinks"], 3 * tolerance)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 0), (2, 0, 7), (0, 4, 4), (0, 0, 0)])
 def test_nothing_to_do(run: Runner, normal: Normal, shape: tuple[int, int, int], causal: bool) -> None:

@@ -105,7 +105,7 @@ def test_packed_sequences_are_listed_first() -> None:
     program = sm90.forward(packed_spec(128, causal=True), H200)
     names = {b.name: b.shape for b in program.workspace}
     assert names == {"semaphore": (2,), "scratch": (11,)}
-    assert [step.kernel.source for step in program.steps] == ["fwd_sm90_prepare", "fwd_sm90"]
+    assert [step.kernel.source for step in program.steps] == ["tail", "fwd_sm90_prepare", "fwd_sm90"]
 
 
 def test_maps_hold_visible_keys_only() -> None:

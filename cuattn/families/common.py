@@ -13,6 +13,7 @@ from ..program import Buffer, Kernel, Launch, Memset
 from ..spec import ITEMSIZE
 
 if TYPE_CHECKING:
+    from ..device import Device
     from ..spec import AttentionSpec
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -177,6 +178,20 @@ def live_tiles(spec: AttentionSpec, block_m: int, block_n: int) -> LiveTiles:
     )
     bitmap = Buffer("live_tiles", (batches * heads * blocks_m * row,), "int32")
     return LiveTiles((Memset("live_tiles"), launch), (bitmap,), strides, (("live_tiles", "live_tiles"),))
+
+
+def tail(spec: AttentionSpec, device: Device, *names: str) -> tuple[Launch, ...]:
+    """The step that fills rows of no sequence in those of out, lse, dq, dk and dv that are named.
+
+    Packed arrays may be longer than their sequences: out and gradients are 0 there, LSE is -inf. No step for
+    dense arrays, which have no such rows.
+    """
+    if not spec.varlen or not names:
+        return ()
+    block_words = params.pack(words(spec) | {"aux0": spec.total_q, "aux1": spec.total_kv})
+    pointers = tuple((n, n) for n in ("cu_seqlens_q", "cu_seqlens_k", *names))
+    kernel = Kernel("tail", "tail", (("DTYPE", DTYPE_CODES[spec.dtype]),))
+    return (Launch(kernel, (device.sm_count, 1, 1), 256, 0, block_words, pointers),)
 
 
 @dataclass(frozen=True, slots=True)

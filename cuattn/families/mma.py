@@ -87,5 +87,5 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
         inputs=inputs,
         outputs=(Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator)),
         workspace=live.workspace,
-        steps=(*live.steps, launch),
+        steps=(*common.tail(spec, device, "out", "lse"), *live.steps, launch),
     )

@@ -272,10 +272,8 @@ def backward(
     inputs = (*common.operands(spec), "out", "lse", "dout", *(("dlse",) if spec.dlse else ()))
     if spec.empty:
         return Program(inputs, outputs, (), tuple(Memset(f"d{x}") for x in names))
-    steps: list[Launch | Memset] = []
-    if spec.varlen:  # rows that belong to no sequence
-        steps += [Memset(f"d{x}") for x in names if x in ("q", "k", "v")]
-    steps += _delta(plan)
+    rows = (f"d{x}" for x in names if x in ("q", "k", "v"))
+    steps: list[Launch | Memset] = [*common.tail(spec, device, *rows), *_delta(plan)]
     if plan.fused:
         steps += _main(plan)
     if "bias" in wants:

@@ -162,7 +162,9 @@ def _visible(spec: AttentionSpec) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-def tensor_map(name: str, operand: Operand, rows: tuple[int, int], box_rows: int) -> TensorMap:
+def tensor_map(
+    name: str, operand: Operand, rows: tuple[int, int], box_rows: int, box_heads: int = 1
+) -> TensorMap:
     """Map of rows [first, end) of a (batch, heads, rows, columns) operand, boxes of 64 columns."""
     size = 2
     batch, heads, _, columns = operand.shape
@@ -174,7 +176,7 @@ def tensor_map(name: str, operand: Operand, rows: tuple[int, int], box_rows: int
         dtype=operand.dtype,
         dims=(columns, *(extent for extent, _ in extents)),
         strides=tuple(stride if extent > 1 else 16 for extent, stride in extents),
-        box=(64, box_rows, 1, 1),
+        box=(64, box_rows, box_heads, 1),
         swizzle=128,
         offset=first * stride_s,
     )
@@ -204,7 +206,7 @@ def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong, "POLL": t.poll}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
     found |= {"EARLY_EXPS": t.early_exps, "LATE_RESCALE": t.late_rescale}
-    found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec))}
+    found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "SPLIT": 0}
     return tuple(found.items())
 
 
@@ -273,9 +275,10 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
         ),
         dependent=counted,
     )
+    ahead = (*common.tail(spec, device, "out", "lse"), *live.steps)
     return Program(
         inputs=inputs,
         outputs=(Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, "float32")),
         workspace=tuple(workspace),
-        steps=(*live.steps, *((_prepare(spec, t, words),) if counted else ()), launch),
+        steps=(*ahead, *((_prepare(spec, t, words),) if counted else ()), launch),
     )

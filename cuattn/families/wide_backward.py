@@ -264,9 +264,9 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str], tile: T
     inputs = (*common.operands(spec), "out", "lse", "dout", *(("dlse",) if spec.dlse else ()))
     if spec.empty:
         return Program(inputs, outputs, (), tuple(Memset(f"d{x}") for x in names))
-    # dq is added to; dk and dv too where a group is split; and packed arrays may have rows of no sequence
-    zeroed = ("q", "k", "v") if spec.varlen or plan.split_group else ("q",)
-    steps: list[Launch | Memset] = [Memset(f"d{x}") for x in names if x in zeroed]
+    added = ("q", "k", "v") if plan.split_group else ("q",)  # to zeros, by several blocks
+    steps: list[Launch | Memset] = [Memset(f"d{x}") for x in names if x in added]
+    steps += common.tail(spec, device, *(f"d{x}" for x in names if x in ("k", "v") and x not in added))
     steps += _delta(plan)
     if wants & {"q", "k", "v"}:
         steps += _main(plan)
