@@ -31,7 +31,8 @@ def unavailable() -> str | None:
             return f"numba.cuda finds no GPU or no CUDA toolkit: {install}"
         cuda.compile_ptx(lambda: None, (), cc=(8, 0))  # some break only here: a NumPy too new for numba-cuda
     except Exception as fault:  # a broken installation raises anything
-        return f"numba.cuda does not work ({type(fault).__name__}: {str(fault).splitlines()[0]}): {install}"
+        first = (str(fault).splitlines() or [""])[0]
+        return f"numba.cuda does not work ({type(fault).__name__}: {first}): {install}, perhaps 'numpy<2.5'"
     return None
 
 
