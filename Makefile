@@ -16,13 +16,16 @@ TEST_EXTRAS := test,lint,jax-cuda$(GPU)
 WORKERS := 0
 endif
 
-.PHONY: bench test lint format docs clean
+.PHONY: bench test notebooks lint format docs clean
 
 bench: $(VENV)/bench.stamp  ## exactness, speed and memory against standard attention on this machine
 	$(BIN)/cuattn bench $(BENCH_ARGS)
 
 test: $(VENV)/test.stamp  ## every test that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 900 $(PYTEST_ARGS)
+
+notebooks: $(VENV)/test.stamp  ## run every notebook from top to bottom, keeping its output; a GPU is used
+	CUATTN_STATIC=1 $(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

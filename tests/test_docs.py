@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import re
@@ -57,3 +58,38 @@ def test_readme_examples_run(line: int, text: str) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def raised(kinds: tuple[str, ...]) -> list[ast.Call]:
+    """Calls of these names, with literal arguments, in the package's sources."""
+    paths = [*ROOT.glob("cuattn/*.py"), *ROOT.glob("cuattn/backends/*.py"), *ROOT.glob("interop/*.py")]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in kinds and c.args]
+
+
+def literal(node: ast.expr) -> str:
+    """The longest literal part of a string expression."""
+    texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return max(texts, key=len, default="")
+
+
+def test_troubleshooting_has_every_message_and_every_argument() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "troubleshooting.md").read_text())
+    arguments = {literal(call.args[0]) for call in raised(("argument_error",))} - {""}
+    assert len(arguments) > 15
+    assert not [name for name in sorted(arguments) if f"`{name}`" not in page]
+    messages = raised(("BackendUnavailable", "RuntimeError", "NotImplementedError"))
+    starts = {re.split(r"[;(]| for | (?=and )", literal(call.args[0]))[0].strip(" :") for call in messages}
+    assert len(starts) > 5
+    assert not [text for text in sorted(starts) if len(text) > 12 and text not in page]
+
+
+def test_troubleshooting_has_every_reason_for_no_backend() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "troubleshooting.md").read_text())
+    for path in ("cuattn/device.py", "cuattn/backends/numba.py", "cuattn/backends/numba_cuda.py"):
+        tree = ast.parse((ROOT / path).read_text())
+        functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "unavailable")
+        for node in (r for f in functions for r in ast.walk(f) if isinstance(r, ast.Return) and r.value):
+            text = re.split(r"[;:(]", literal(node.value))[0].strip()
+            assert len(text) < 8 or text in page, f"{path}: {text!r}"
