@@ -253,12 +253,28 @@ def register(platform: str) -> str:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(handler.address), platform="CUDA" if platform == "cuda" else platform
         )
-        os.register_at_fork(after_in_child=_mark_forked)
+        _watch_forks()
     return target
 
 
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_mark_forked)
+
+
 def _mark_forked() -> None:
+    """In a forked child, where XLA's threads are gone, let no call of ours begin.
+
+    What JAX has compiled would hang before it reaches a handler. A changed option that is part of JAX's cache
+    keys and of nothing else has it trace again, which our functions refuse (``jax_operands.py``).
+    """
+    import jax
+
     TABLE[SLOT_FORKED] = 1
+    version = getattr(jax.config, "jax_xla_profile_version", None)
+    if version is not None:
+        jax.config.update("jax_xla_profile_version", version + 1)
 
 
 def forked() -> bool:

@@ -100,24 +100,36 @@ def test_the_persistent_compilation_cache(tmp_path: Path) -> None:
 
 
 FORK = """
-import warnings
+import faulthandler, warnings
 warnings.simplefilter("ignore")
-loss(*args)
-pid = os.fork()
-if pid == 0:
-    try:
-        loss(*args)
-    except RuntimeError as error:
-        os._exit(0 if "forked; start workers with spawn" in str(error) else 3)
-    os._exit(4)
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+forward = jax.jit(lambda q, k, v: cuattn.flash_attention(q, k, v))
+ahead = forward.lower(q, k, v).compile()
+for function, given in ((step, args), (forward, args[:3]), (ahead, args[:3])):
+    jax.block_until_ready(function(*given))
+calls = {
+    "step": lambda: step(*args), "forward": lambda: forward(q, k, v), "ahead": lambda: ahead(q, k, v),
+    "eager": lambda: loss(*args), "gradient": lambda: jax.grad(lambda q: forward(q, k, v).sum())(q),
+    "fresh": lambda: jax.jit(lambda q: cuattn.flash_attention(q, q, q))(q),
+}
+for name, call in calls.items():
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.dump_traceback_later(20, exit=True)
+        try:
+            jax.block_until_ready(call())
+        except Exception as error:
+            os._exit(0 if "forked; start workers with spawn" in str(error) else 3)
+        os._exit(4)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+step(*args)  # here all goes on
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_is_told_to_spawn(tmp_path: Path) -> None:
-    """XLA's threads are gone in a forked child: an error at the call, not a hang."""
-    assert run(FORK, tmp_path).strip() == "0"
+    """XLA's threads are gone in a forked child: an error at the call, compiled before or not, and no hang."""
+    codes = dict(line.split() for line in run(FORK, tmp_path).splitlines())
+    assert codes == dict.fromkeys(("step", "forward", "ahead", "eager", "gradient", "fresh"), "0")
 
 
 TORCH = """
