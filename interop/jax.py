@@ -140,13 +140,22 @@ def attention_fn(
     precision: Any = None,
     module: Any = None,
     is_causal: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
 ) -> Any:
     """For ``flax.nnx.MultiHeadAttention`` and ``flax.linen.MultiHeadDotProductAttention``.
 
     Shapes as in flax: (batch..., length, heads, dim); ``bias`` and ``mask`` broadcast to (batch..., heads,
-    q_length, kv_length). Refuses what has no meaning here: attention weights (``module``), dropout that the
-    batch shares.
+    q_length, kv_length). Whatever ``precision`` says, float32 is float32-accurate and the softmax float32.
+    Refuses what has no meaning here: attention weights (``module``), dropout that the batch shares, products
+    of the caller's own (``linen``'s einsum classes).
     """
+    for name, x in (
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if x is not None:
+            raise argument_error(name, "a product of the layer's own", "None: the kernels have theirs")
     if module is not None:
         raise argument_error(
             "module", "a module to sow attention weights into", "None: weights are never in memory"

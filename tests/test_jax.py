@@ -14,6 +14,8 @@ import cuattn
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from cuattn.interop import xla_ffi  # noqa: E402
+
 try:
     from jax.extend.core import jaxprs_in_params
 except ImportError:  # an older JAX
@@ -257,6 +259,18 @@ def test_checkpoint_policy_keeps_out_and_lse() -> None:
     assert counts == {policy: 1, None: 2}
     close(jax.jit(grads[policy])(*values), jax.grad(weighted(plain, causal=True), argnums=range(5))(*values))
 
+    def layers(policy: Any, q: Any) -> Any:
+        layer = jax.checkpoint(
+            lambda q, _: (jnp.tanh(q + attention(q, q, q, causal=True)[0]), None), policy=policy
+        )
+        return (jax.lax.scan(layer, q, None, length=3)[0] ** 2).sum()
+
+    q = normal(0, 2, 5, 4, 8)
+    for p, count in ((policy, 2 * 3), (None, 3 * 3)):  # what the handlers run for three layers
+        before = xla_ffi.calls()
+        jax.block_until_ready(jax.jit(jax.grad(functools.partial(layers, p)))(q))
+        assert xla_ffi.calls() - before == count
+
 
 def backward_parameters(function: Any, *args: Any) -> dict[str, Any]:
     """Parameters of the only backward call in a function's jaxpr."""
@@ -323,6 +337,10 @@ def test_traced_scale_lengths_offsets_and_seed_do_not_recompile() -> None:
             run(jnp.float32(0.3 + i), jnp.asarray([7 - i, 3]), jnp.asarray(i), jnp.uint32(i), normal(i, 4))
         )
     assert run._cache_size() == 1
+    step = jax.jit(jax.grad(lambda *given: run(*given)[0].sum(), argnums=(0, 4)))
+    for i in range(3):
+        step(jnp.float32(i + 1), jnp.asarray([7, i]), jnp.asarray(i), jnp.uint32(i), normal(i, 4))
+    assert step._cache_size() == 1
     fixed = attention(
         *(np.asarray(arrays[n]) for n in "qkv"), causal=True, softmax_scale=2.3,
         kv_seqlens=np.asarray([5, 3]), q_offset=2,
@@ -409,6 +427,22 @@ def test_dtypes_and_layouts(dtype: str, layout: str) -> None:
             np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=bar, atol=bar)
 
 
+def test_small_operands_of_64_bits() -> None:
+    """Under jax_enable_x64, where integers are int64 and a Python float's array float64."""
+    arrays = {n: np.asarray(x) for n, x in problem().items()}
+    small = {"kv_seqlens": np.array([7, 3]), "q_offset": np.array([0, 1]), "dropout_seed": np.int64(-7)}
+    want = cuattn.flash_attention(
+        **arrays, **small, causal=True, softmax_scale=0.4, dropout_p=0.25, backend="reference"
+    )
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        given = {n: jnp.asarray(x) for n, x in {**arrays, **small, "softmax_scale": 0.4}.items()}
+        assert given["kv_seqlens"].dtype == "int64"
+        assert given["softmax_scale"].dtype == "float64"
+        out, lse = jax.jit(functools.partial(attention, causal=True, dropout_p=0.25))(**given)
+        assert (out.dtype, lse.dtype) == ("float32", "float32")
+        close(out, want)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (1, 1, 1)])
 def test_sizes_zero_and_one(shape: tuple[int, int, int]) -> None:
     arrays = problem(*shape)
@@ -436,10 +470,11 @@ def test_hidden_nan_changes_nothing() -> None:
         )(q, k, v)
 
     clean = run(k, v)
-    with jax.debug_nans(True):
-        found = run(*dirty)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(clean), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for wrap in (lambda f: f, jax.jit):
+        with jax.debug_nans(True):
+            found = wrap(run)(*dirty)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(clean), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_disable_jit_and_default_device() -> None:

@@ -86,6 +86,16 @@ def test_results_and_gradients_are_those_of_jax(case: str, bias: Any) -> None:
     close(run(dot_product_attention), run(theirs))
 
 
+def test_query_lengths() -> None:
+    """Rows within the lengths are JAX's; those beyond, where JAX gives a mean of values, are 0."""
+    q, k, v = qkv()
+    lengths = {"query_seq_lengths": jnp.asarray([6, 3]), "key_value_seq_lengths": jnp.asarray([5, 9])}
+    got, want = dot_product_attention(q, k, v, **lengths), theirs(q, k, v, **lengths)
+    close(got[0], want[0])
+    close(got[1, :3], want[1, :3])
+    assert not np.any(got[1, 3:])
+
+
 def test_three_dimensions_and_dtypes() -> None:
     for dtype, tolerance in (("float32", 2e-5), ("bfloat16", 3e-2), ("float16", 4e-3)):
         arrays = [x.astype(dtype) for x in qkv(())]
@@ -181,6 +191,11 @@ def test_flax_linen() -> None:
         close(hooked.apply(weights, x, **options), plain.apply(weights, x, **options), 1e-5)
     with pytest.raises(ValueError, match=r"module.*weights"):
         hooked.apply(weights, x, sow_weights=True)
+    quantised = linen.MultiHeadDotProductAttention(
+        num_heads=4, attention_fn=attention_fn, qk_attn_weights_einsum_cls=lambda: jnp.einsum
+    )
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum"):
+        quantised.apply(weights, x)
 
 
 def test_flax_hook_refuses_shared_dropout() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_examples import load
+from test_examples import EXAMPLES, load
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -71,6 +71,17 @@ def gpt() -> Any:
 @pytest.fixture(scope="module")
 def wanted(gpt: Any) -> list[float]:
     return train(gpt, gpt.flash, None)
+
+
+def test_one_import_switches_to_the_attention_of_jax(gpt: Any, wanted: list[float], tmp_path: Path) -> None:
+    """The example's script, that line changed and nothing else, has the same loss curve."""
+    line = "from cuattn.interop.jax import dot_product_attention"
+    source = (EXAMPLES / "train_gpt.py").read_text()
+    assert source.count(f"\n{line}\n") == 1
+    (tmp_path / "their_gpt.py").write_text(source.replace(line, "from jax.nn import dot_product_attention"))
+    theirs = load("their_gpt", tmp_path)
+    assert theirs.dot_product_attention is jax.nn.dot_product_attention
+    np.testing.assert_allclose(train(theirs, theirs.flash, None), wanted, rtol=2e-4)
 
 
 def on_mesh() -> tuple[Any, Any]:
