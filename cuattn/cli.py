@@ -128,7 +128,13 @@ def _seconds(value: float | None) -> str:
 
 
 def _bytes(value: int) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.2f} MiB"
+    small, large = value / 2**20, value / 2**30
+    return f"{large:.2f} GiB" if large >= 1 else f"{small:.0f} MiB" if small >= 100 else f"{small:.3g} MiB"
+
+
+def _error(value: float) -> str:
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _ratio(ours: float | None, theirs: float | None) -> str:
@@ -157,12 +163,12 @@ def _bench_table(setup: bench_.Setup, rows: list[bench_.Row]) -> Table:
             f"{_seconds(ours.backward)} {_ratio(ours.backward, versus.backward)}".strip(),
             _rates(setup, row.length, ours),
             f"{_bytes(ours.memory)} {_ratio(ours.memory, versus.memory)}".strip(),
-            f"{ours.error:.1e}",
+            _error(ours.error),
         )  # fmt: skip
         if plain:
             table.add_row(
                 "", "plain", _seconds(plain.forward), _seconds(plain.backward),
-                _rates(setup, row.length, plain), _bytes(plain.memory), f"{plain.error:.1e}", style="dim",
+                _rates(setup, row.length, plain), _bytes(plain.memory), _error(plain.error), style="dim",
             )  # fmt: skip
         table.add_section()
     return table
@@ -364,8 +370,10 @@ def _kernel_table(made: planning.Plan) -> Table:
     title = f"{made.backend} on {where}, {'backward' if made.backward else 'forward'}"
     columns = ["kernel", "tile", "pieces of work"]
     if made.device:
-        columns = ["kernel", "tile", "stages", "blocks × threads", "shared", "registers", "per SM", "waves"]
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+        columns = ["kernel", "tile", "stages", "blocks× threads", "shared", "regs", "per SM", "waves"]
+    table = Table(
+        *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
     for use in made.kernels:
         tile = f"{use.tile[0]}×{use.tile[1]}" if use.tile else "–"
         if use.parts:
@@ -377,7 +385,7 @@ def _kernel_table(made: planning.Plan) -> Table:
         if use.spill_bytes:
             registers += f" [red]+{use.spill_bytes} B[/red]"
         table.add_row(
-            use.name, tile, str(use.stages or "–"), f"{use.blocks} × {use.threads}",
+            use.source.removesuffix(".cu"), tile, str(use.stages or "–"), f"{use.blocks}×{use.threads}",
             f"{use.shared_memory / 1024:.0f} KiB", registers, str(use.blocks_per_sm or "–"),
             "–" if use.waves is None else f"{use.waves:.1f}",
         )  # fmt: skip
@@ -452,7 +460,11 @@ def _kernel_sentences(made: planning.Plan, use: planning.KernelUse) -> list[str]
         f"{name}: {use.blocks} blocks of {use.threads} threads work on {tile}. A tile of scores lives in "
         f"registers and is overwritten by the next; whole matrices would be "
         f"{_count(made.standard_workspace, 'B')}.",
-        *([f"  {use.heads} query head(s) share a tile; its keys are cut into {use.parts} part(s)."] if use.parts else []),
+        *(
+            [f"  {use.heads} query head(s) share a tile; its keys are cut into {use.parts} part(s)."]
+            if use.parts
+            else []
+        ),
         f"  shared memory {_bar(use.shared_memory / device.shared_memory_per_block)} of "
         f"{device.shared_memory_per_block / 1024:g} KiB a block",
     ]

@@ -5,6 +5,7 @@ Reads programs that the backends make, and counts. Nothing here chooses a tile, 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -259,13 +260,18 @@ def _residency(device: Device, threads: int, shared: int, registers: int) -> tup
     return limits[name], name
 
 
+def _tile(kernel: Kernel) -> tuple[int, int] | None:
+    """(queries, keys) of a tile: given to the kernel or fixed in its source; None where it has none."""
+    sizes = dict(kernel.defines)
+    if "BLOCK_N" not in sizes:
+        text = import_module(".jit", __package__).sources()[f"{kernel.source}.cu"]
+        sizes |= dict(re.findall(r"^#define (BLOCK_N) (\d+)$", text, re.MULTILINE))
+    return (int(sizes["BLOCK_M"]), int(sizes["BLOCK_N"])) if {"BLOCK_M", "BLOCK_N"} <= sizes.keys() else None
+
+
 def _use(step: Launch, device: Device, compile_kernels: bool) -> KernelUse:
     defines = dict(step.kernel.defines)
-    tile = (
-        (int(defines["BLOCK_M"]), int(defines["BLOCK_N"]))
-        if {"BLOCK_M", "BLOCK_N"} <= defines.keys()
-        else None
-    )
+    tile = _tile(step.kernel)
     blocks = step.grid[0] * step.grid[1] * step.grid[2]
     use = KernelUse(
         step.kernel.entry, f"{step.kernel.source}.cu", tile,

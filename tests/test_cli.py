@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer")
+from rich.console import Console
 from typer.testing import CliRunner
 
-from cuattn import bench, jit, planning, verify
+from cuattn import bench, cli, jit, planning, verify
 from cuattn.backends import cpu_code, numba_cuda, reference
 from cuattn.cli import app
 from cuattn.device import H200
@@ -43,6 +45,18 @@ def test_bench_writes_a_record_and_a_plot(tmp_path: Path) -> None:
         assert row["cuattn"]["forward"] > 0
     assert record["backend"] == "numba"
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bench_table_fits_a_terminal_of_80_columns() -> None:
+    setup = bench.default_setup("numpy")
+    slow = bench.Sample(13.04, 25.79, 3 * 2**30 + 5, 1.23e-6)
+    ours = bench.Sample(0.01793, 0.0458, 776 * 2**20, 4.56e-7)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(cli._bench_table(setup, [bench.Row(16384, ours, slow)]))
+    text = console.export_text()
+    assert "…" not in text
+    assert "4.6e-7" in text
+    assert "1.2e-6" in text
 
 
 def test_bench_goes_on_alone_where_standard_attention_is_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +258,18 @@ def test_plan_needs_no_gpu(device: str, way: tuple[str, ...]) -> None:
     assert made["kernels"]
     assert made["flops"] == pytest.approx(2 * 16 * 4096 * 4097 / 2 * 128 * (5 if way else 2))
     tiled = [kernel for kernel in made["kernels"] if kernel["tile"]]
+    assert tiled
+    assert made["on_chip_bytes"] > made["memory_bytes"]
     assert all(0 < kernel["shared_memory"] < 232449 for kernel in tiled)
+
+
+@pytest.mark.parametrize("head_dim", ["128", "256"])
+def test_plan_fits_a_terminal_of_80_columns(head_dim: str) -> None:
+    arguments = ("--device", "H200", "--no-compiled", "--head-dim", head_dim, "--backward", "--explain")
+    result = runner.invoke(app, ["plan", *arguments], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "…" not in result.output
+    assert "keys" in result.output
 
 
 def test_plan_explains_in_words() -> None:
