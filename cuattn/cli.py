@@ -370,7 +370,7 @@ def _kernel_table(made: planning.Plan) -> Table:
     title = f"{made.backend} on {where}, {'backward' if made.backward else 'forward'}"
     columns = ["kernel", "tile", "pieces of work"]
     if made.device:
-        columns = ["kernel", "tile", "stages", "blocks× threads", "shared", "regs", "per SM", "waves"]
+        columns = ["kernel", "tile", "stages", "blocks×threads", "shared", "regs", "per SM", "waves"]
     table = Table(
         *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
     )
