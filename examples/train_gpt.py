@@ -3,11 +3,15 @@
     pip install "cuattn[examples]"
     python examples/train_gpt.py             # a few minutes on two cores
     python examples/train_gpt.py --quick     # under a minute
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/train_gpt.py --quick --mesh 2,2,2
 
 It trains twice from the same start on the same batches, once with cuattn's attention and once with plain
 softmax attention, everything else equal, under ``jax.jit``. The two loss curves must agree within rounding
 and go down. They are drawn into ``gpt-loss.png``; a few lines of sampled text show what was learnt.
 Text is taken byte by byte, so there is nothing to download and no tokenizer.
+
+``--mesh`` splits the first training over devices (here the CPU's eight forced ones): batch, heads and the
+weights' columns, and the sequence, round a ring. ``--checkpoint`` has it go on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 # The one line to change for JAX's own attention: from jax.nn import dot_product_attention
 from cuattn.interop.jax import dot_product_attention
 
 Params = dict[str, Any]
+Moments = tuple[Params, Params]
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (B, S, H, D) each
 
 
@@ -122,9 +129,8 @@ def loss(params: Params, tokens: jax.Array, heads: int, attention: Attention) ->
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnums=(0, 1))
 def step(
-    params: Params, moments: tuple[Params, Params], n: jax.Array, tokens: jax.Array, config: Config,
-    attention: Attention,
-) -> tuple[Params, tuple[Params, Params], jax.Array]:  # fmt: skip
+    params: Params, moments: Moments, n: jax.Array, tokens: jax.Array, config: Config, attention: Attention
+) -> tuple[Params, Moments, jax.Array]:  # fmt: skip
     """One step of Adam with warm-up and a cosine decay; returns the loss before the step too."""
     value, grads = jax.value_and_grad(loss)(params, tokens, config.heads, attention)
     rate = config.rate * jnp.minimum(1.0, (n + 1) / 20) * (0.55 + 0.45 * jnp.cos(jnp.pi * n / config.steps))
@@ -137,24 +143,78 @@ def step(
     return jax.tree.map(moved, params, first, second), (first, second), value
 
 
+def ring_on(mesh: Mesh, remat: bool = False) -> Attention:
+    """Causal attention on a mesh of data, tensor and seq: heads over tensor, the sequence round a ring.
+
+    With ``remat`` only its result and LSE are kept for the backward pass.
+    """
+    from cuattn.interop.jax import ring_attention
+
+    spec = P("data", "seq", "tensor")
+    inside = partial(ring_attention, axis_name="seq", causal=True)
+    ring = jax.shard_map(lambda q, k, v: inside(q, k, v), mesh=mesh, in_specs=spec, out_specs=spec)
+    if not remat:
+        return ring
+    policy = jax.checkpoint_policies.save_only_these_names("cuattn_out", "cuattn_lse")
+    return jax.checkpoint(ring, policy=policy)
+
+
+def shard(tree: Any, mesh: Mesh) -> Any:
+    """Weights, or their moments, split over the mesh's tensor axis as Megatron does."""
+    column, row = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P("tensor"))
+    places = {"qkv": column, "up": column, "proj": row, "down": row}
+
+    def put(path: Any, x: jax.Array) -> jax.Array:
+        return jax.device_put(x, places.get(str(getattr(path[-1], "key", "")), NamedSharding(mesh, P())))
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def save(path: Path, n: int, state: tuple[Params, Moments]) -> None:
+    """Write step n's weights and moments, whole arrays whatever splits them."""
+    arrays: dict[str, Any] = {f"x{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
+    np.savez(path, step=n, **arrays)
+
+
+def restore(path: Path, state: tuple[Params, Moments]) -> tuple[int, tuple[Params, Moments]]:
+    """The step and the state that ``save`` wrote, in the structure of ``state``."""
+    leaves, tree = jax.tree.flatten(state)
+    with np.load(path) as file:
+        return int(file["step"]), jax.tree.unflatten(
+            tree, [jnp.asarray(file[f"x{i}"]) for i in range(len(leaves))]
+        )
+
+
 def train(
-    config: Config, text: np.ndarray, attention: Attention, *, seed: int = 0, report: bool = True
-) -> tuple[Params, list[float], float]:
-    """Train from ``seed``; returns the weights, the loss of every step, and tokens per second."""
-    params = init(config, jax.random.key(seed))
+    config: Config, text: np.ndarray, attention: Attention, *, seed: int = 0, report: bool = True,
+    mesh: Mesh | None = None, checkpoint: Path | None = None, stop: int | None = None,
+) -> tuple[Params, list[float], float]:  # fmt: skip
+    """Train from ``seed``, or from ``checkpoint`` if it is there, up to step ``stop``, and write it then.
+
+    Returns the weights, the loss of every step, and tokens per second.
+    """
+    params, first = init(config, jax.random.key(seed)), 0
     moments = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
-    draw = np.random.default_rng(seed)
+    if checkpoint is not None and checkpoint.exists():
+        first, (params, moments) = restore(checkpoint, (params, moments))
+    if mesh is not None:
+        params, moments = shard((params, moments), mesh)
+    stop = config.steps if stop is None else stop
     losses, began = [], 0.0
-    for n in range(config.steps):
-        at = draw.integers(0, len(text) - config.context - 1, config.batch)
+    for n in range(first, stop):
+        at = np.random.default_rng((seed, n)).integers(0, len(text) - config.context - 1, config.batch)
         tokens = jnp.asarray(np.stack([text[i : i + config.context + 1] for i in at]), jnp.int32)
+        if mesh is not None:
+            tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
         params, moments, value = step(params, moments, jnp.float32(n), tokens, config, attention)
         losses.append(float(value))
-        if n == 0:
+        if n == first:
             began = time.perf_counter()  # the first step also compiles
-        if report and (n % 50 == 0 or n == config.steps - 1):
+        if report and (n % 50 == 0 or n == stop - 1):
             print(f"  step {n:4}  loss {losses[-1]:.4f}")
-    rate = (config.steps - 1) * config.batch * config.context / (time.perf_counter() - began)
+    if checkpoint is not None:
+        save(checkpoint, stop, (params, moments))
+    rate = max(0, stop - first - 1) * config.batch * config.context / (time.perf_counter() - began)
     return params, losses, rate
 
 
@@ -202,26 +262,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--mesh", help="devices for data, tensor and sequence, as in 2,2,2")
+    parser.add_argument("--remat", action="store_true", help="on a mesh: keep attention's result alone")
+    parser.add_argument("--checkpoint", type=Path, help="an .npz file to go on from and to write")
     parser.add_argument("--plot", type=Path, default=Path("gpt-loss.png"), help="where the plot goes")
     options = parser.parse_args(arguments)
     config = QUICK if options.quick else Config()
     if options.steps:
         config = config._replace(steps=options.steps)
+    mesh: Mesh | None = None
+    attention: Attention = flash
+    if options.mesh:
+        shape = tuple(int(n) for n in options.mesh.split(","))
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        mesh = Mesh(devices, ("data", "tensor", "seq"))
+        attention = ring_on(mesh, options.remat)
     text = corpus()
     print(f"{len(text) / 1e6:.1f} MB of text, {jax.devices()[0].device_kind}")
-    curves = {}
-    for name, attention in (("cuattn", flash), ("plain attention", plain)):
-        print(name)
-        params, curves[name], rate = train(config, text, attention)
-        print(f"  {rate:,.0f} tokens per second")
-        if attention is flash:
-            trained = params
-    a, b = (np.array(c) for c in curves.values())
-    apart = float(np.abs(a - b).max())
+    print("cuattn" if mesh is None else f"cuattn, {dict(mesh.shape)}")
+    trained, a, rate = train(config, text, attention, mesh=mesh, checkpoint=options.checkpoint)
+    print(f"  {rate:,.0f} tokens per second\nplain attention")
+    if not a:
+        parser.error(f"{options.checkpoint} holds all {config.steps} steps")
+    _, b, rate = train(config, text, plain)
+    print(f"  {rate:,.0f} tokens per second")
+    b = b[len(b) - len(a) :]
+    apart = float(np.abs(np.subtract(a, b)).max())
     print(f"largest difference between the two curves: {apart:.1e}")
-    draw_curves(options.plot, curves)
+    draw_curves(options.plot, {"cuattn": a, "plain attention": b})
+    trained = jax.tree.map(jnp.asarray, jax.device_get(trained))  # off the mesh
     print(f"wrote {options.plot}\n\n{sample(trained, config, b'def ')}")
-    fell = np.mean(a[-10:]) < 0.8 * a[0]
+    fell = np.mean(a[-10:]) < 0.8 * b[0]
     return int(not fell or apart > 0.02)
 
 
