@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from .backends import backends
@@ -154,12 +154,16 @@ def cache() -> str:
 def facts() -> dict[str, Any]:
     """Everything that ``cuattn info`` shows, as plain data."""
     devices, why = gpus()
+    compilers = compiler()
+    if devices:
+        reason = import_module(".backends.numba_cuda", __package__).unavailable()
+        compilers["numba.cuda"] = reason or 'works, for backend="numba" on CuPy arrays'
     return {
         "backends": {n: {"available": s.available, "reason": s.reason} for n, s in backends().items()},
         "choices": [dict(zip(("arrays", "backend", "why"), row, strict=True)) for row in choices()],
         "gpus": devices,
         "no_gpu": why,
-        "compiler": compiler(),
+        "compiler": compilers,
         "versions": versions(),
         "kernel_cache": cache(),
     }
