@@ -13,6 +13,8 @@
 #endif
 #define NEED_DS (WANT_DQ || WANT_DK)
 #define SHARE_P (WARPS_M > 1)
+// A window's blocks of keys begin at queries that earlier blocks reach last: taken from the end, they find their turns free.
+#define DESCENDING (DETERMINISTIC && HAS_LEFT)
 
 #define KEYS (BLOCK_N / WARPS_N)     // of a warp
 #define QUERIES (BLOCK_M / WARPS_M)  // of a warp, SUB_M at a time
@@ -74,13 +76,14 @@ struct Work {
 };
 
 DEVICE Work load_work(const Params& p, int block) {
-  // Blocks run through the key blocks of aux4 heads together: the earliest, which a causal mask makes the longest, first.
+  // Blocks run through the key blocks of aux4 heads together: the earliest, which a causal mask makes the longest, first;
+  // DESCENDING: the latest first.
   const int heads = (int)(p.heads_q / p.aux7), all = heads * (int)p.batch, blocks = (int)p.aux3, section_heads = (int)p.aux4;
   const int section = block / (section_heads * blocks), rest = block % (section_heads * blocks);
   const int here = min(section_heads, all - section * section_heads);
   const int index = section * section_heads + rest % here;
   Work w;
-  w.block = uniform(rest / here);
+  w.block = uniform(DESCENDING ? blocks - 1 - rest / here : rest / here);
   w.entry = load_entry(p, uniform(index / heads));
   w.head = uniform(index % heads * (int)p.aux7);
   w.head_kv = w.head / (int)(p.heads_q / p.heads_kv);
@@ -170,19 +173,25 @@ DEVICE void store_scores(const Acc<M, N>& c, u32 base, int row) {
 
 // The turn of this block of keys among those that add to query block m of `head`: how many come before it.
 DEVICE int turn_of(const Params& p, const Work& w, int head, int m) {
-  const int first = HAS_LEFT ? max(0, m * BLOCK_M + w.entry.diagonal_left) / BLOCK_N : 0;
+  const Entry& e = w.entry;
+  int first = HAS_LEFT ? max(0, m * BLOCK_M + e.diagonal_left) / BLOCK_N : 0, end = w.block;
+  if (DESCENDING) {
+    const Range keys = key_range(e, m * BLOCK_M, min((m + 1) * BLOCK_M, e.seqlen_q));
+    first = w.block + 1;
+    end = (keys.last + BLOCK_N - 1) / BLOCK_N;
+  }
 #if MASK || SEGMENTS
-  const u32* row = live_row(p, w.entry.batch, head, m);
+  const u32* row = live_row(p, e.batch, head, m);
   int turn = 0;
-  for (int word = first / 32; word * 32 < w.block; word++) {
+  for (int word = first / 32; word * 32 < end; word++) {
     u32 bits = row[word];
     if (word * 32 < first) bits &= ~0u << first % 32;
-    if (word * 32 + 32 > w.block) bits &= (1u << w.block % 32) - 1;
+    if (word * 32 + 32 > end) bits &= (1u << end % 32) - 1;
     turn += __popc(bits);
   }
   return turn;
 #endif
-  return w.block - first;
+  return end - first;
 }
 
 #if WANT_DQ
@@ -349,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd(const __gr
     const u32 q_stage = stage * QTile::kBytes, do_stage = stage * DoTile::kBytes;
     const int row0 = m * BLOCK_M;
     const Range whole = query_range_of_all(w.entry, opaque(w.first_key), opaque(w.first_key) + BLOCK_N);
-    const bool bounded = MASK || SEGMENTS || w.first_key + BLOCK_N > w.entry.seqlen_kv || row0 < whole.first ||
+    const bool bounded = w.first_key + BLOCK_N > w.entry.seqlen_kv || row0 < whole.first ||
                          row0 + BLOCK_M > min(whole.last, w.rows.last);
 #pragma unroll UNROLL_SUB
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {

@@ -141,6 +141,38 @@ struct Draws {
 };
 #endif
 
+// What one query row brings to the scores of a thread, whose first key is `key`: stored_score (mask.cuh) with all that
+// depends on the row alone done once. Rows from the entry's length on are never looked at.
+struct ScoreRow {
+  const BiasElement* bias;  // at `key`
+  const u8* mask;
+  int distance, segment;
+
+  DEVICE ScoreRow(const Params& p, const Scores& s, int row, int key) {
+    bias = BIAS ? s.bias + row * p.bias_stride_q + key * p.bias_stride_k : nullptr;
+    mask = MASK ? s.mask + row * p.mask_stride_q + key * p.mask_stride_k : nullptr;
+    distance = row + s.entry.offset - key;
+    segment = SEGMENTS && row < s.entry.seqlen_q ? s.q_segments[row] : 0;
+  }
+  // The stored score of key + offset, whose segment is `key_segment`; `scale` is softmax_scale, over the softcap if any.
+  DEVICE float score(const Params& p, const Scores& s, float scale, float raw, int offset, int key_segment, float& slope) const {
+    float x = TRANSFORM ? raw * scale : raw;
+    if (SOFTCAP) {
+      x = tanh_score(x);
+      slope = 1.f - x * x;
+      x *= s.cap;
+    }
+    if (ALIBI) x -= s.slope * (float)abs(distance - offset);
+    if (BIAS) {
+      const float b = to_accum(bias[offset * p.bias_stride_k]);
+      x = b == -infinity() ? b : x + b;  // a select: raw may be NaN where the bias hides
+    }
+    if (MASK && !mask[offset * p.mask_stride_k]) x = -infinity();
+    if (SEGMENTS && segment != key_segment) x = -infinity();
+    return x;
+  }
+};
+
 // S -> P as dV takes it, dP -> dS as dQ and dK take it. The thread's first key is `key` and its first query `row`, of the
 // entry; `lse` and `delta` belong to `row`; rows from last_row on see nothing. BOUNDED: the tile crosses a diagonal or an end;
 // CAPPED: dS with the softcap's derivative.
@@ -149,6 +181,13 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
                     const float* lse, const float* delta) {
   static_assert(!DROPOUT || MT == 1 || MT % 2 == 0, "a thread's keys are half of a group of 32, or whole ones");
   const float unit = (TRANSFORM ? 1.f : scores.scale) * (float)LOG2E;
+#if TRANSFORM || MASK || SEGMENTS
+  const float scale = SOFTCAP ? scores.scale / scores.cap : scores.scale;
+  int segments[2 * MT];  // of the keys
+#pragma unroll
+  for (int m = 0; m < 2 * MT; m++)
+    segments[m] = SEGMENTS && key + 8 * m < scores.entry.seqlen_kv ? scores.kv_segments[key + 8 * m] : 0;
+#endif
 #pragma unroll
   for (int n = 0; n < NT; n++) {
 #if DROPOUT
@@ -164,6 +203,9 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
       const float d = delta[8 * n + j];
       const Range keys = key_range_of_row(scores.entry, i);
       const int first = keys.first - key, last = (i < last_row ? keys.last : 0) - key;
+#if TRANSFORM || MASK || SEGMENTS
+      const ScoreRow score_row(p, scores, i, key);
+#endif
 #pragma unroll
       for (int m = 0; m < MT; m++) {
 #pragma unroll
@@ -173,7 +215,7 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
           bool seen = !BOUNDED || (offset < last && (!HAS_LEFT || offset >= first));
 #if TRANSFORM || MASK || SEGMENTS
           if (seen) {
-            x = stored_score(p, scores, x, i, key + offset, slope);
+            x = score_row.score(p, scores, scale, x, offset, segments[2 * m + r], slope);
             seen = x != -infinity();
           }
 #endif

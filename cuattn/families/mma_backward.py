@@ -264,7 +264,8 @@ def backward(
     Inputs are the forward's with out, lse, dout and, with ``spec.dlse``, dlse; outputs are d<name> for each
     of ``wants`` (of ``spec.GRADIENTS``), in the caller's layout.
     """
-    tile = tile or _fitting(BACKWARD if spec.bias is None else BACKWARD_BIASED, spec, device)
+    loads = spec.bias is not None or spec.mask is not None
+    tile = tile or _fitting(BACKWARD_BIASED if loads else BACKWARD, spec, device)
     assert tile is not None, "refuses() was not asked"
     plan = _Plan(spec, device, wants, tile)
     names = tuple(x for x in ("q", "k", "v", "bias", "sinks") if x in wants)
