@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,14 +78,19 @@ def test_thread_counts_agree(threads: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_decoding(rows: int, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim"), [(1, 4, 48), (3, 2, 48), (8, 2, 48), (1, 24, 40), (2, 3, 64)]
+)
+def test_decoding(rows: int, heads: int, dim: int, dtype: Any) -> None:
     """Few rows take loops of their own: parts of the keys, groups, windows, lengths, sinks."""
     small = np.float64 if dtype is np.float64 else np.float32
     q, k, v = (
-        draw(i, 2, n, h, 48, dtype=dtype) for i, (n, h) in enumerate([(rows, 4), (3000, 2), (3000, 2)])
+        draw(i, 2, n, h, dim, dtype=dtype)
+        for i, (n, h) in enumerate([(rows, 2 * heads), (3000, heads), (3000, heads)])
     )
-    options = {"kv_seqlens": [3000, 2100], "window_size": (2500, 0), "sinks": draw(9, 4, dtype=small)}
+    options = {
+        "kv_seqlens": [3000, 2100], "window_size": (2500, 0), "sinks": draw(9, 2 * heads, dtype=small)
+    }  # fmt: skip
     spec_steps = []
     for name in ("numba", "reference"):
         spec_steps.append(cuattn.flash_attention(q, k, v, backend=name, return_lse=True, **options))
@@ -149,6 +155,98 @@ def test_a_forked_child_computes() -> None:
     environment = {**os.environ, "CUATTN_NUM_THREADS": "2"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+
+
+def bodies(count: int, body: Any) -> tuple[Any, Any]:
+    """A job of ``count`` tiles that a Python function runs, and what keeps it alive."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(lambda _, tile: body(tile))
+    return cpu_team.make_job([(ctypes.cast(function, ctypes.c_void_p).value or 0, 0, count)]), function
+
+
+def test_a_team_shares_a_job() -> None:
+    """Tiles that take their time land on both threads, every one once, call after call."""
+    team = backend._team()
+    found: list[tuple[int, int]] = []
+
+    def body(tile: int) -> None:
+        found.append((threading.get_ident(), tile))
+        time.sleep(0.002)
+
+    job, _function = bodies(8, body)
+    for _ in range(5):
+        found.clear()
+        cpu_team.restart(job)
+        team.run(job, 2)
+        assert sorted(tile for _, tile in found) == list(range(8))
+        assert len({thread for thread, _ in found}) == 2
+
+
+def test_more_callers_than_the_team_has_slots() -> None:
+    """Who finds no slot works alone: nobody waits for a helper, and no tile is lost."""
+    team, done = backend._team(), []
+    count = cpu_team.SLOTS + 6
+    start = threading.Barrier(count)
+
+    def call() -> None:
+        job, _function = bodies(3, lambda _: time.sleep(0.001))
+        start.wait()
+        team.run(job, 3)
+        done.append(int(job[cpu_team.HEADER + cpu_team.DONE]))
+
+    threads = [threading.Thread(target=call) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done == [3] * count
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clocks of threads here")
+@pytest.mark.parametrize("backward", [False, True])
+def test_both_threads_work_on_a_middle_sized_problem(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 tokens and 8 heads, some milliseconds: the helper has nearly half of the processor time."""
+    monkeypatch.setenv("CUATTN_NUM_THREADS", "2")
+    arrays = {name: draw(i, 1, 512, 8, 64) for i, name in enumerate("qkv")}
+    spec = cases.spec_of(arrays, {}, "bshd")
+    run = backend.prepare(spec, None, None)
+    if backward:
+        arrays |= {**run(arrays), "dout": draw(3, 1, 512, 8, 64)}
+        run = backend.prepare(spec, None, frozenset("qkv"))
+    run(arrays)
+    helpers = [thread for thread in threading.enumerate() if thread.name == "cuattn"]
+    assert helpers
+    before = sum(map(cpu_seconds, helpers)), time.thread_time()
+    for _ in range(10):
+        run(arrays)
+    helped, own = sum(map(cpu_seconds, helpers)) - before[0], time.thread_time() - before[1]
+    assert helped > 0.3 * (helped + own)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept on CPUs here")
+def test_helpers_keep_off_the_callers_cpu() -> None:
+    """A team as large as the machine lives on CPUs of its own, and makes way when its caller moves."""
+    code = (
+        "import os, threading, numpy as np, cuattn\n"
+        "cpus = os.sched_getaffinity(0)\n"
+        "q = np.ones((1, 512, 4, 64), np.float32)\n"
+        "cuattn.flash_attention(q, q, q)\n"
+        "for cpu in sorted(cpus) * 2:\n"
+        "    os.sched_setaffinity(0, {cpu})\n"
+        "    cuattn.flash_attention(q, q, q)\n"
+        "    helpers = [t.native_id for t in threading.enumerate() if t.name == 'cuattn']\n"
+        "    homes = [os.sched_getaffinity(h) for h in helpers]\n"
+        "    assert sorted(map(tuple, homes)) == sorted((c,) for c in cpus - {cpu}), (cpu, homes)\n"
+        "    os.sched_setaffinity(0, cpus)\n"
+    )
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU")
+    count = str(len(os.sched_getaffinity(0)))
+    environment = {**os.environ, "CUATTN_NUM_THREADS": count}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=120)
 
 
 def test_affinity_decides_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu_simd
 from .cpu_layout import GROUP, WANT_K, WANT_Q, WANT_V
+from .cpu_native import free, get_f64, get_i64, malloc, namespace, put_f64
 from .cpu_scores import (
     LINE,
     LOG2E,
@@ -32,7 +32,6 @@ from .cpu_scores import (
     seed,
     up,
 )
-from .cpu_simd import free, get_f64, get_i64, malloc, put_f64
 
 # Addresses of a tile's scratch, and its sizes
 Scratch = namedtuple(
@@ -242,7 +241,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         else:
             simd.weights(s, ds, live, at.factor, lse, rest, delta)
 
-    return cpu_simd.namespace(
+    return namespace(
         "gradients", scratch=scratch, load=load, load_keys=load_keys, live_keys=live_keys,
         panel_gradient=panel_gradient, memory=memory, padding=padding,
     )  # fmt: skip

@@ -33,6 +33,7 @@ SOURCES = (
     "cpu_decode.py",
     "cpu_drain.py",
     "cpu_layout.py",
+    "cpu_native.py",
     "cpu_scores.py",
     "cpu_simd.py",
     "cpu_team.py",

@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 
 from .cpu_layout import KIND_REAL
+from .cpu_native import free, get_i64, malloc
 from .cpu_scores import LINE, LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up, visible
-from .cpu_simd import free, get_i64, malloc
+
+AHEAD = 1024  # bytes from where keys are read to where they are asked for: the hardware does the rest
 
 
 def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
     """``decode(params, tile)``: tile is (batch entry, ``aux4`` key/value heads, part of ``aux3``).
 
-    Heads whose rows are neighbours in memory go together, so that pages are read whole. Leaves in
+    Heads whose rows are neighbours in memory go together, so that memory is read from end to end. Leaves in
     ``scratch``, for each [batch entry][key/value head][part][head of the group][query row], the unscaled sums
     of values (padded), then maximum, total and a spare word.
     """
     memory = make_memory(real, simd)
     block = make_rows(real, simd, memory)
-    put, size, lanes = simd.put, simd.itemsize, simd.lanes
+    get, put, size, lanes = simd.get, simd.put, simd.itemsize, simd.lanes
     padding = max(lanes, simd.rows)
     hidden = real(-np.inf)
 
@@ -45,32 +47,31 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
         return begin + part * share, min(end, begin + (part + 1) * share)
 
     @jit
-    def attend(p, entry_, j0, count, dims, k, k_stride, v, v_stride, ahead, q, s, factor, stats):
-        """The rows of a group against one block of keys."""
+    def attend(p, entry_, j0, padded, dims, heads, k, k_step, k_stride, v, v_step, v_stride, q, at):
+        """The query rows of neighbouring heads against one block of their keys."""
         q_len, kv_len, offset = entry_
-        dim, dim_v, dp, record, rows = dims
-        length, padded = get_i64(p, P.seqlen_q), up(count, lanes)
+        dim, dim_v, dp, dv, rows = dims
+        s, sums, factor, states, acc = at
+        length = get_i64(p, P.seqlen_q)
         for t in range(rows):
             if t % length >= q_len:
                 continue
             low, high = visible(p, t % length, q_len, kv_len, offset)
-            simd.dots(q + t * dp * size, k, k_stride, padded, dim, s, ahead * k_stride)
-            for j in range(min(low - j0, padded)):
-                put(s, j, hidden)
-            for j in range(max(high + 1 - j0, 0), padded):
-                put(s, j, hidden)
-            acc = stats + t * record * size
-            simd.row_softmax(s, padded, factor, acc + (record - 3) * size)
-            simd.row_values(v, v_stride, count, s, dim_v, acc, acc + (record - 1) * size, ahead * v_stride)
+            query, state = q + t * dp * size, states + t * 5 * lanes * size
+            simd.dots(query, rows * dp, k, k_step, k_stride, heads, padded, dim, s, sums, AHEAD // size)
+            memory.fill(s, min(max(low - j0, 0), padded) * heads, hidden)
+            after = min(max(high + 1 - j0, 0), padded) * heads
+            memory.fill(s + after * size, padded * heads - after, hidden)
+            simd.row_softmax(s, padded * heads, heads, factor, state)
+            simd.row_values(
+                v, v_step, v_stride, heads, padded, s, dim_v, acc + t * heads * dv * size, dv,
+                state + 2 * lanes * size, AHEAD // size,
+            )  # fmt: skip
 
     @jit
-    def start(p, hk, packed, q0, q_len, dims, q, stats):
-        """Load the query rows of a group and clear its sums."""
-        _, _, dp, record, rows = dims
+    def load_queries(p, hk, packed, q0, q_len, rows, dp, q):
+        """The query rows of one head's group."""
         length = get_i64(p, P.seqlen_q)
-        for t in range(rows):
-            memory.fill(stats + t * record * size, record, real(0.0))
-            put(stats, t * record + record - 3, hidden)
         for g in range(rows // length):
             index = index_of(
                 p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, hk * (rows // length) + g, q0
@@ -80,6 +81,31 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
                 get_i64(p, P.head_dim), dp, q + g * length * dp * size,
             )  # fmt: skip
         block.take_sign(scale(p), rows * dp, q)
+
+    @jit
+    def load(kind, address, index, stride, step, heads, count, dim, padded, target):
+        """``lanes`` keys of some heads, from ``count`` on zeros: [key][head][padded]."""
+        for j in range(lanes):
+            for i in range(heads):
+                row = target + (j * heads + i) * padded * size
+                if j < count:
+                    memory.load_row(kind, address, index + j * stride + i * step, dim, padded, row)
+                else:
+                    memory.fill(row, padded, real(0.0))
+
+    @jit
+    def store(acc, states, heads, rows, dv, stats, stats_step):
+        """What ``combine`` wants to know."""
+        for t in range(rows):
+            state = states + t * 5 * lanes * size
+            for h in range(heads):
+                target, total = h * stats_step + t * (dv + 3), real(0.0)
+                for d in range(dv):
+                    put(stats, target + d, get(acc, (t * heads + h) * dv + d))
+                for lane in range(h, lanes, heads):
+                    total += get(state, lanes + lane)
+                put(stats, target + dv, get(state, h))
+                put(stats, target + dv + 1, total)
 
     def decode(p, tile):
         parts, keys, together, kind = (
@@ -95,49 +121,56 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
         packed = 0 if get_i64(p, P.cu_seqlens_q) else b
         dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
         dp, dv = up(dim, padding), up(dim_v, padding)
-        rows, record = get_i64(p, P.heads_q) // heads * length, dv + 3
-        base = malloc((together * rows * dp + keys * (dp + dv + 1) + 1) * size + 8 * LINE)
+        rows = get_i64(p, P.heads_q) // heads * length
+        q_size, s_size = up(together * rows * dp * size, LINE), up(keys * together * size, LINE)
+        k_size, v_size = up(lanes * together * dp * size, LINE), up(lanes * together * dv * size, LINE)
+        acc_size = up(together * rows * dv * size, LINE)
+        base = malloc(
+            q_size + s_size + k_size + v_size + acc_size + (lanes + 5 * rows) * lanes * size + 3 * LINE
+        )
         q = up(base, LINE)
-        k_rows = q + up(together * rows * dp * size, LINE)
-        v_rows = k_rows + up(keys * dp * size, LINE)
-        s = v_rows + up(keys * dv * size, LINE)
-        factor = s + up(keys * size, LINE)
+        s = q + q_size
+        k_rows = s + s_size
+        v_rows = k_rows + k_size
+        acc = v_rows + v_size
+        sums = acc + acc_size
+        states = sums + lanes * lanes * size
+        factor = states + 5 * rows * lanes * size
         put(factor, 0, real(LOG2E if scale(p) == 0.0 else abs(scale(p)) * LOG2E))
-        stats = get_i64(p, P.scratch) + ((b * heads + first_head) * parts + part) * rows * record * size
-        head_step = parts * rows * record * size
+        memory.fill(states, 5 * rows * lanes, real(0.0))
+        for t in range(rows):
+            memory.fill(states + t * 5 * lanes * size, lanes, hidden)
+        memory.fill(acc, together * rows * dv, real(0.0))
         for i in range(together):
-            start(
-                p, first_head + i, packed, q0, q_len, (dim, dim_v, dp, record, rows),
-                q + i * rows * dp * size, stats + i * head_step,
-            )  # fmt: skip
+            load_queries(p, first_head + i, packed, q0, q_len, rows, dp, q + i * rows * dp * size)
+        k = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, first_head, k0)
+        v = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, first_head, k0)
         k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
+        k_step, v_step = get_i64(p, P.k_stride_h), get_i64(p, P.v_stride_h)
         whole = kind == KIND_REAL and dim % lanes == 0 and dim_v % lanes == 0
-        first, last = keys_of(p, part, parts, q_len, kv_len, offset)
-        for j0 in range(first, last, keys):
-            count = min(keys, last - j0)
-            ahead = min(keys, last - j0 - keys)
-            for i in range(together):
-                k = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, first_head + i, k0 + j0)
-                v = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, first_head + i, k0 + j0)
-                k_at, k_step, dim_k = get_i64(p, P.k) + k * size, k_stride, dim
-                v_at, v_step, dim_w = get_i64(p, P.v) + v * size, v_stride, dim_v
-                next_ = keys  # the next block's rows, from within the kernels
-                if not whole or count % lanes:
-                    next_ = 0
-                    memory.ask_for(kind, get_i64(p, P.k), k + keys * k_stride, k_stride, 0, ahead, dim)
-                    memory.ask_for(kind, get_i64(p, P.v), v + keys * v_stride, v_stride, 0, ahead, dim_v)
-                    padded = up(count, lanes)
-                    memory.load_block(
-                        kind, get_i64(p, P.k), k, k_stride, 0, count, padded, dim, k_rows, dp, 0
-                    )
-                    memory.load_block(
-                        kind, get_i64(p, P.v), v, v_stride, 0, count, padded, dim_v, v_rows, dv, 0
-                    )
-                    k_at, k_step, dim_k, v_at, v_step, dim_w = k_rows, dp, dp, v_rows, dv, dv
+        j, last = keys_of(p, part, parts, q_len, kv_len, offset)
+        entry_, at, dims = (q_len, kv_len, offset), (s, sums, factor, states, acc), (dim, dim_v, dp, dv, rows)
+        while j < last:
+            count = min(keys, last - j)
+            k_at, v_at = k + j * k_stride, v + j * v_stride
+            if whole and count >= lanes:
+                count = count // lanes * lanes
+                k_at, v_at = get_i64(p, P.k) + k_at * size, get_i64(p, P.v) + v_at * size
                 attend(
-                    p, (q_len, kv_len, offset), j0, count, (dim_k, dim_w, dp, record, rows), k_at, k_step,
-                    v_at, v_step, next_, q + i * rows * dp * size, s, factor, stats + i * head_step,
+                    p, entry_, j, count, dims, together, k_at, k_step, k_stride, v_at, v_step, v_stride, q, at
+                )
+            else:
+                count = min(count, lanes)
+                load(kind, get_i64(p, P.k), k_at, k_stride, k_step, together, count, dim, dp, k_rows)
+                load(kind, get_i64(p, P.v), v_at, v_stride, v_step, together, count, dim_v, dv, v_rows)
+                attend(
+                    p, entry_, j, lanes, (dp, dv, dp, dv, rows), together, k_rows, dp, together * dp, v_rows,
+                    dv, together * dv, q, at,
                 )  # fmt: skip
+            j += count
+        record = rows * (dv + 3)
+        stats = get_i64(p, P.scratch) + ((b * heads + first_head) * parts + part) * record * size
+        store(acc, states, together, rows, dv, stats, parts * record)
         free(base)
 
     return decode

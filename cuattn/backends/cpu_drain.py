@@ -1,25 +1,195 @@
-"""The compiled half of ``cpu_team.py``: what each thread of a team does with a job. No attention."""
+"""The compiled half of ``cpu_team.py``: what each thread of a team does. No attention."""
 
+# mypy: ignore-errors
+# (Numba types what it compiles.)
 from __future__ import annotations
 
-from .cpu_simd import atomic_add, call, get_i64, pause
-from .cpu_team import CLAIMED, DONE, FUNCTION, HEADER, PARAMS, STEP_WORDS, TILES
+from .cpu_native import (
+    atomic_add,
+    atomic_load,
+    call,
+    cond_broadcast,
+    cond_signal,
+    cond_wait,
+    current_cpu,
+    get_i64,
+    mutex_lock,
+    mutex_unlock,
+    put_i64,
+    relax,
+    set_affinity,
+)
+from .cpu_scores import jit
+from .cpu_team import (
+    CALLER,
+    CLAIMED,
+    CPU_SET,
+    CPU_WORDS,
+    DONE,
+    FUNCTION,
+    HEADER,
+    HOMES,
+    HOMES_AT,
+    LOCK,
+    PARAMS,
+    PARKED,
+    POSTS,
+    PROGRESS,
+    SLOT_JOB,
+    SLOT_TICKETS,
+    SLOT_USERS,
+    SLOT_WORDS,
+    SLOTS,
+    SLOTS_AT,
+    STEP_WORDS,
+    STEPS,
+    TEAM,
+    TILES,
+    WORK,
+)
 
-PATIENCE = 100  # yields before a waiting thread begins to sleep
+PATIENCE = 4000  # looks, some 10 ns each, before a waiting thread sleeps: as long as waking it takes
 
 
-def drain(job, _):
-    """Claim and run tiles of each step in turn, and wait for a step's end before the next."""
-    for step in range(get_i64(job, 0)):
+@jit
+def _wait(team, word, value):
+    """Until the word at an address is at least ``value``."""
+    for _ in range(PATIENCE):
+        if atomic_load(word) >= value:
+            return
+        relax()
+    mutex_lock(team + 8 * LOCK)
+    while atomic_load(word) < value:
+        cond_wait(team + 8 * PROGRESS, team + 8 * LOCK)
+    mutex_unlock(team + 8 * LOCK)
+
+
+@jit
+def _announce(team):
+    """Wake who waits for a step's end or for helpers to leave; the words they look at have been written."""
+    mutex_lock(team + 8 * LOCK)
+    mutex_unlock(team + 8 * LOCK)
+    cond_broadcast(team + 8 * PROGRESS)
+
+
+@jit
+def _drain(job, team):
+    """Claim and run tiles of each step in turn; the end of a step that others help with is waited for."""
+    steps = get_i64(job, STEPS)
+    for step in range(steps):
         at = job + 8 * (HEADER + step * STEP_WORDS)
         tiles = get_i64(at, TILES)
-        while True:
-            tile = atomic_add(at + 8 * CLAIMED, 1)
-            if tile >= tiles:
-                break
+        tile = atomic_add(at + 8 * CLAIMED, 1)
+        while tile < tiles:
             call(get_i64(at, FUNCTION), get_i64(at, PARAMS), tile)
-            atomic_add(at + 8 * DONE, 1)
-        waits = 0
-        while atomic_add(at + 8 * DONE, 0) < tiles:
-            waits += 1
-            pause(0 if waits < PATIENCE else 50)
+            if atomic_add(at + 8 * DONE, 1) == tiles - 1 and team != 0:
+                _announce(team)
+            tile = atomic_add(at + 8 * CLAIMED, 1)
+        if team != 0 and step < steps - 1:
+            _wait(team, at + 8 * DONE, tiles)
+
+
+@jit
+def _make_way(team, cpu):
+    """Send the helper on the caller's CPU to the one that the last caller left. The lock is held."""
+    left = get_i64(team, CALLER)
+    put_i64(team, CALLER, cpu)
+    for i in range(get_i64(team, HOMES)):
+        home = team + 8 * (HOMES_AT + 2 * i)
+        if get_i64(home, 1) == cpu:
+            put_i64(home, 1, left)
+            for word in range(CPU_WORDS):
+                put_i64(team, CPU_SET + word, 1 << left % 64 if word == left // 64 else 0)
+            set_affinity(get_i64(home, 0), 8 * CPU_WORDS, team + 8 * CPU_SET)
+
+
+@jit
+def _post(team, job, helpers):
+    """Offer a job to so many helpers and wake those that sleep; the slot's address, 0 when all are taken."""
+    mutex_lock(team + 8 * LOCK)
+    cpu = current_cpu()
+    if get_i64(team, CALLER) >= 0 and 0 <= cpu < 64 * CPU_WORDS and cpu != get_i64(team, CALLER):
+        _make_way(team, cpu)
+    slot = team + 8 * SLOTS_AT
+    end = slot + 8 * SLOTS * SLOT_WORDS
+    while slot < end and get_i64(slot, SLOT_JOB) != 0:
+        slot += 8 * SLOT_WORDS
+    parked = 0
+    if slot < end:
+        put_i64(slot, SLOT_JOB, job)
+        put_i64(slot, SLOT_TICKETS, helpers)
+        put_i64(slot, SLOT_USERS, 0)
+        atomic_add(team + 8 * POSTS, 1)
+        parked = get_i64(team, PARKED)
+    mutex_unlock(team + 8 * LOCK)
+    if parked > helpers:
+        for _ in range(helpers):
+            cond_signal(team + 8 * WORK)
+    elif parked > 0:
+        cond_broadcast(team + 8 * WORK)
+    return slot if slot < end else 0
+
+
+@jit
+def _run(job, helpers):
+    """The job on this thread and helpers; none of them looks at it any more in the end."""
+    team = get_i64(job, TEAM)
+    slot = _post(team, job, helpers)
+    if slot == 0:
+        _drain(job, 0)
+        return
+    _drain(job, team)
+    mutex_lock(team + 8 * LOCK)
+    put_i64(slot, SLOT_TICKETS, 0)
+    mutex_unlock(team + 8 * LOCK)
+    _wait(team, slot + 8 * SLOT_USERS, 0)
+    mutex_lock(team + 8 * LOCK)
+    put_i64(slot, SLOT_JOB, 0)
+    mutex_unlock(team + 8 * LOCK)
+
+
+@jit
+def _take(team):
+    """A ticket for some job: its slot's address; 0 when nobody wants help. The lock is held."""
+    for i in range(SLOTS):
+        slot = team + 8 * (SLOTS_AT + i * SLOT_WORDS)
+        if get_i64(slot, SLOT_TICKETS) > 0:
+            put_i64(slot, SLOT_TICKETS, get_i64(slot, SLOT_TICKETS) - 1)
+            atomic_add(slot + 8 * SLOT_USERS, -1)
+            return slot
+    return 0
+
+
+@jit
+def _serve(team):
+    """Help whoever posts a job, for ever."""
+    while atomic_load(team + 8 * POSTS) >= 0:  # Numba wants to see an end
+        mutex_lock(team + 8 * LOCK)
+        slot = _take(team)
+        posts = atomic_load(team + 8 * POSTS)
+        mutex_unlock(team + 8 * LOCK)
+        if slot != 0:
+            _drain(get_i64(slot, SLOT_JOB), team)
+            if atomic_add(slot + 8 * SLOT_USERS, 1) == -1:
+                _announce(team)
+            continue
+        for _ in range(PATIENCE):
+            if atomic_load(team + 8 * POSTS) != posts:
+                break
+            relax()
+        mutex_lock(team + 8 * LOCK)
+        put_i64(team, PARKED, get_i64(team, PARKED) + 1)
+        while atomic_load(team + 8 * POSTS) == posts:
+            cond_wait(team + 8 * WORK, team + 8 * LOCK)
+        put_i64(team, PARKED, get_i64(team, PARKED) - 1)
+        mutex_unlock(team + 8 * LOCK)
+
+
+def drain(address, helpers):
+    """Run the job at an address with up to so many helpers; < 0: help the team at an address, for ever."""
+    if helpers < 0:
+        _serve(address)
+    elif helpers == 0:
+        _drain(address, 0)
+    else:
+        _run(address, helpers)

@@ -14,7 +14,9 @@ from pathlib import Path
 AUX_KIND = "aux0"  # how q, k, v, out and their gradients are stored: KIND_*
 AUX_ROWS = "aux1"  # query rows of a tile, a multiple of the panel width
 AUX_KEYS = "aux2"  # keys of a block, a multiple of 32
-AUX_PARTS = "aux3"  # backward: parts that the query rows of a key/value head are dealt to
+AUX_PARTS = (
+    "aux3"  # backward: parts that the query rows of a key/value head are dealt to; forward: blocks of a tile
+)
 AUX_WANTS = "aux4"  # backward: WANT_* bits
 AUX_BIAS_KIND = "aux5"  # how bias and its gradient are stored: KIND_*
 AUX_TOTAL_Q = "aux6"  # packed sequences: rows of q in all
@@ -77,6 +79,11 @@ def panel_width(accumulator: str) -> int:
     return machine().width(_itemsize(accumulator))
 
 
+def lanes_of(accumulator: str) -> int:
+    """Numbers that a vector of this CPU holds."""
+    return machine().lanes(_itemsize(accumulator))
+
+
 def padding(accumulator: str) -> int:
     """What rows in scratch are padded to a multiple of, in elements."""
-    return max(machine().lanes(_itemsize(accumulator)), machine().rows)
+    return max(lanes_of(accumulator), machine().rows)

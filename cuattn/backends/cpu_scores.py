@@ -18,7 +18,7 @@ from numba import njit
 
 from .. import params
 from .cpu_layout import GROUP, KIND_BFLOAT16, KIND_FLOAT16, KIND_FLOAT32, KIND_REAL
-from .cpu_simd import (
+from .cpu_native import (
     bits_of_float,
     float_of_bits,
     get_f32,

@@ -12,7 +12,6 @@ exp2. A contracted multiply-add is one instruction with FMA and, unlike ``llvm.f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,22 @@ from numba import types
 from numba.extending import intrinsic
 
 from .cpu_layout import Isa
+from .cpu_native import (
+    I8,
+    I32,
+    I64,
+    emit_prefetch,
+    get_f32,
+    get_f64,
+    get_i32,
+    get_i64,
+    namespace,
+    put_f32,
+    put_f64,
+    put_i32,
+    put_i64,
+)
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 UNROLL = 4
 LN2 = 0.6931471805599453
 
@@ -52,15 +65,6 @@ TANH_SMALL = 0.625
 
 def _i64(n: int) -> Any:
     return ir.Constant(I64, n)
-
-
-def emit_prefetch(b: Any, pointer: Any) -> None:
-    """Into the second-level cache; the address need not be mapped."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    name = "llvm.prefetch.p0"
-    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    read, second, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    b.call(function, [pointer, read, second, data])
 
 
 class _Loop:
@@ -217,12 +221,6 @@ class _Vectors:
             pairs = [(rows[i], rows[i + half]) for i in range(half)]
             rows = [b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)) for x, y in pairs]
         return rows[0]
-
-    def reduce(self, b: Any, x: Any, operation: Callable[[Any, Any], Any]) -> Any:
-        parts = [b.extract_element(x, ir.Constant(I32, i)) for i in range(self.lanes)]
-        while len(parts) > 1:
-            parts = [operation(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
-        return parts[0]
 
 
 def _rank_1(
@@ -386,6 +384,31 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
     return values
 
 
+def _make_normalise(v: _Vectors, isa: Isa) -> Any:
+    width, vectors = isa.width(v.itemsize), isa.vectors
+
+    @intrinsic
+    def normalise(ctx: Any, acc: Any, dim: Any, total: Any) -> Any:
+        """acc[d][lane] /= total[lane]; 0 where the total is 0."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            acc, total = v.pointer(b, args[0]), v.pointer(b, args[2])
+            totals = [v.load(b, total, i * v.lanes) for i in range(vectors)]
+            nothing = [b.fcmp_ordered("==", x, v.zero) for x in totals]
+            factors = [b.fdiv(v.constant(1.0), x) for x in totals]
+            loop = _Loop(b, _i64(0), args[1], 1, [acc])
+            row = loop.carried[0]
+            for i in range(vectors):
+                x = b.fmul(v.load(b, row, i * v.lanes), factors[i])
+                v.store(b, b.select(nothing[i], v.zero, x), row, i * v.lanes)
+            loop.close([v.at(b, row, width)])
+            return context.get_dummy_value()
+
+        return _void(3), codegen
+
+    return normalise
+
+
 def _make_outer(v: _Vectors, isa: Isa) -> Any:
     width, rows = isa.width(v.itemsize), isa.rows
 
@@ -507,71 +530,96 @@ def _make_tanh(v: _Vectors) -> Any:
     return tanh
 
 
+def _columns(
+    v: _Vectors, b: Any, dim: Any, carried: Sequence[Any],
+    body: Callable[[Any, int, list[Any]], Sequence[Any]],
+) -> Sequence[Any]:  # fmt: skip
+    """body(column, vectors, carried) -> carried over ``dim`` elements: 8 vectors at once, then 4, then 1."""
+    start = _i64(0)
+    for vectors in (8, 4, 1):
+        stop = b.sub(dim, b.urem(b.sub(dim, start), _i64(vectors * v.lanes)))
+        loop = _Loop(b, start, stop, vectors * v.lanes, carried)
+        carried = loop.close(body(loop.i, vectors, list(loop.carried)))
+        start = stop
+    return carried
+
+
 def _make_dots(v: _Vectors) -> Any:
     n = v.lanes
 
     @intrinsic
-    def dots(ctx: Any, q: Any, k: Any, k_stride: Any, keys: Any, dim: Any, s: Any, ahead: Any) -> Any:
-        """s[key] = k[key] . q for one query; ``keys`` and ``dim`` are multiples of the lanes.
+    def dots(
+        ctx: Any, q: Any, q_step: Any, k: Any, k_step: Any, k_stride: Any, heads: Any, keys: Any, dim: Any,
+        s: Any, sums: Any, ahead: Any,
+    ) -> Any:  # fmt: skip
+        """s[key][head] = k[key][head] . q[head] for one query; steps are between heads.
 
-        Asks for what lies ``ahead`` elements on, so that memory works while this block is computed.
+        ``heads`` divides the lanes, which divide ``keys`` and ``dim``. Reads memory from end to end where the
+        heads' rows are neighbours; asks for what is ``ahead`` elements on. ``sums``: scratch, lanes x lanes.
         """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            q, k, s = (v.pointer(b, args[i]) for i in (0, 1, 5))
-            k_stride, keys, dim = args[2], args[3], args[4]
-            keys_loop = _Loop(b, _i64(0), keys, n, [k])
-            k = keys_loop.carried[0]
-            acc: Sequence[Any] = [v.zero] * n
-            start = _i64(0)
-            for vectors in (8, 4, 1):  # so many of q in registers, and rows read from end to end
-                stop = b.sub(dim, b.urem(b.sub(dim, start), _i64(vectors * n)))
-                loop = _Loop(b, start, stop, vectors * n, acc)
-                x = [v.load(b, q, b.add(loop.i, _i64(i * n))) for i in range(vectors)]
-                sums = list(loop.carried)
-                for r in range(n):
-                    row = v.at(b, k, b.add(b.mul(k_stride, _i64(r)), loop.i))
-                    for i in range(vectors):
-                        v.prefetch(b, v.at(b, row, i * n), args[6])
-                        sums[r] = v.fma(b, x[i], v.load(b, row, i * n), sums[r])
-                acc = loop.close(sums)
-                start = stop
-            v.store(b, v.row_sums(b, list(acc)), s, keys_loop.i)
-            keys_loop.close([v.at(b, k, b.mul(k_stride, _i64(n)))])
+            q, k, s, sums = (v.pointer(b, args[i]) for i in (0, 2, 8, 9))
+            q_step, k_step, k_stride, heads, keys, dim = (args[i] for i in (1, 3, 4, 5, 6, 7))
+            outer = _Loop(b, _i64(0), b.mul(keys, heads), n, [k])
+            row = _Loop(b, _i64(0), b.udiv(_i64(n), heads), 1, [outer.carried[0], sums])
+            head = _Loop(b, _i64(0), heads, 1, [row.carried[0], q, row.carried[1]])
+            key, query, target = head.carried
+
+            def body(column: Any, vectors: int, acc: list[Any]) -> list[Any]:
+                x, y, total = v.at(b, query, column), v.at(b, key, column), acc[0]
+                for i in range(vectors):
+                    v.prefetch(b, v.at(b, y, i * n), args[10])
+                    total = v.fma(b, v.load(b, y, i * n), v.load(b, x, i * n), total)
+                return [total]
+
+            (total,) = _columns(v, b, dim, [v.zero], body)
+            v.store(b, total, target)
+            done = head.close([v.at(b, key, k_step), v.at(b, query, q_step), v.at(b, target, n)])
+            done = row.close([v.at(b, row.carried[0], k_stride), done[2]])
+            v.store(b, v.row_sums(b, [v.load(b, sums, i * n) for i in range(n)]), s, outer.i)
+            outer.close([done[0]])
             return context.get_dummy_value()
 
-        return _void(7), codegen
+        return _void(11), codegen
 
     return dots
 
 
 def _make_row_softmax(v: _Vectors) -> Any:
+    n = v.lanes
+
     @intrinsic
-    def row_softmax(ctx: Any, s: Any, keys: Any, factor: Any, stats: Any) -> Any:
-        """``softmax`` for one query whose scores lie side by side; stats: top, total, decay."""
+    def row_softmax(ctx: Any, s: Any, count: Any, heads: Any, factor: Any, state: Any) -> Any:
+        """``softmax`` for one query of several heads, ``count`` scores in all, as ``dots`` leaves them.
+
+        state: vectors of top, total and decay, lane by lane as scores lie (totals of a head are still to be
+        added up), and two vectors of scratch.
+        """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            s, stats = v.pointer(b, args[0]), v.pointer(b, args[3])
-            factor = v.factor(b, args[2])
-            loop = _Loop(b, _i64(0), args[1], v.lanes, [v.constant(-np.inf)])
+            s, state = v.pointer(b, args[0]), v.pointer(b, args[4])
+            factor = v.factor(b, args[3])
+            former = v.load(b, state)
+            loop = _Loop(b, _i64(0), args[1], n, [former])
             (top,) = loop.close([v.max(b, v.load(b, s, loop.i), loop.carried[0])])
-            former = b.load(v.at(b, stats, 0))
-            top = v.reduce(b, top, lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
-            top = b.select(b.fcmp_ordered(">", top, former), top, former)
-            subtrahend = v.subtrahend(b, v.splat(b, top))
-            decay = v.exp2(b, b.fsub(v.splat(b, former), subtrahend), *factor)
-            decay = b.extract_element(decay, ir.Constant(I32, 0))
-            loop = _Loop(b, _i64(0), args[1], v.lanes, [v.zero])
+            for copy in (3, 4):
+                v.store(b, top, state, copy * n)
+            turn = _Loop(b, _i64(1), b.udiv(_i64(n), args[2]), 1, [top])  # lanes of one head share a maximum
+            turned = v.load(b, v.at(b, state, b.mul(turn.i, args[2])), 3 * n)
+            (top,) = turn.close([v.max(b, turned, turn.carried[0])])
+            subtrahend = v.subtrahend(b, top)
+            decay = v.exp2(b, b.fsub(former, subtrahend), *factor)
+            loop = _Loop(b, _i64(0), args[1], n, [v.zero])
             p = v.exp2(b, b.fsub(v.load(b, s, loop.i), subtrahend), *factor)
             v.store(b, p, s, loop.i)
             (total,) = loop.close([b.fadd(loop.carried[0], p)])
-            total = v.reduce(b, total, b.fadd)
-            total = b.fadd(b.fmul(b.load(v.at(b, stats, 1)), decay), total)
+            total = b.fadd(b.fmul(v.load(b, state, n), decay), total)
             for i, value in enumerate((top, total, decay)):
-                b.store(value, v.at(b, stats, i))
+                v.store(b, value, state, i * n)
             return context.get_dummy_value()
 
-        return _void(4), codegen
+        return _void(5), codegen
 
     return row_softmax
 
@@ -581,162 +629,49 @@ def _make_row_values(v: _Vectors) -> Any:
 
     @intrinsic
     def row_values(
-        ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, ahead: Any
-    ) -> Any:
-        """acc[d] = acc * decay + sum of p[key] * x[key][d] for one query; dim a multiple of the lanes.
+        ctx: Any, x: Any, x_step: Any, x_stride: Any, heads: Any, keys: Any, p: Any, dim: Any, acc: Any,
+        acc_step: Any, decay: Any, ahead: Any,
+    ) -> Any:  # fmt: skip
+        """acc[head][d] = acc * decay[head] + sum of p[key][head] * x[key][head][d] for one query.
 
-        ``ahead`` as in ``dots``.
+        ``dim`` is a multiple of the lanes; the rest as in ``dots``.
         """
 
-        def columns(b: Any, args: Any, at: Any, vectors: int) -> None:
-            x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
-            factor = v.splat(b, b.load(decay))
-            sums = [b.fmul(v.load(b, acc, b.add(at, _i64(i * n))), factor) for i in range(vectors)]
-            loop = _Loop(b, _i64(0), args[2], 1, [*sums, v.at(b, x, at)])
-            *sums, row = loop.carried
-            weight = v.splat(b, b.load(v.at(b, p, loop.i)))
-            for i in range(vectors):
-                v.prefetch(b, v.at(b, row, i * n), args[7])
-                sums[i] = v.fma(b, weight, v.load(b, row, i * n), sums[i])
-            done = loop.close([*sums, v.at(b, row, args[1])])
-            for i in range(vectors):
-                v.store(b, done[i], acc, b.add(at, _i64(i * n)))
-
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            dim = args[4]
-            start = _i64(0)
-            for vectors in (8, 4, 1):
-                stop = b.sub(dim, b.urem(b.sub(dim, start), _i64(vectors * n)))
-                loop = _Loop(b, start, stop, vectors * n, [])
-                columns(b, args, loop.i, vectors)
-                loop.close([])
-                start = stop
+            x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 5, 7, 9))
+            x_step, x_stride, heads, keys, dim, acc_step = (args[i] for i in (1, 2, 3, 4, 6, 8))
+            head = _Loop(b, _i64(0), heads, 1, [acc])
+            factor, sums = v.splat(b, b.load(v.at(b, decay, head.i))), head.carried[0]
+
+            def scale(column: Any, vectors: int, _: list[Any]) -> list[Any]:
+                place = v.at(b, sums, column)
+                for i in range(vectors):
+                    v.store(b, b.fmul(v.load(b, place, i * n), factor), place, i * n)
+                return []
+
+            _columns(v, b, dim, [], scale)
+            head.close([v.at(b, sums, acc_step)])
+            key = _Loop(b, _i64(0), keys, 1, [x, p])
+            head = _Loop(b, _i64(0), heads, 1, [key.carried[0], acc, key.carried[1]])
+            row, target, weights = head.carried
+            weight = v.splat(b, b.load(weights))
+
+            def add(column: Any, vectors: int, _: list[Any]) -> list[Any]:
+                place, y = v.at(b, target, column), v.at(b, row, column)
+                for i in range(vectors):
+                    v.prefetch(b, v.at(b, y, i * n), args[10])
+                    total = v.fma(b, weight, v.load(b, y, i * n), v.load(b, place, i * n))
+                    v.store(b, total, place, i * n)
+                return []
+
+            _columns(v, b, dim, [], add)
+            done = head.close([v.at(b, row, x_step), v.at(b, target, acc_step), v.at(b, weights, 1)])
+            key.close([v.at(b, key.carried[0], x_stride), done[2]])
             return context.get_dummy_value()
 
-        return _void(8), codegen
+        return _void(11), codegen
 
     return row_values
-
-
-def _make_get(kind: Any, numba_type: Any) -> Any:
-    @intrinsic
-    def get(ctx: Any, address: Any, index: Any) -> Any:
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            return b.load(b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]]))
-
-        return numba_type(types.int64, types.int64), codegen
-
-    return get
-
-
-def _make_put(kind: Any, numba_type: Any) -> Any:
-    @intrinsic
-    def put(ctx: Any, address: Any, index: Any, value: Any) -> Any:
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            b.store(args[2], b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]]))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, numba_type), codegen
-
-    return put
-
-
-def _make_bitcast(source: tuple[Any, Any], target: tuple[Any, Any]) -> Any:
-    @intrinsic
-    def bitcast(ctx: Any, x: Any) -> Any:
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            return b.bitcast(args[0], target[1])
-
-        return target[0](source[0]), codegen
-
-    return bitcast
-
-
-_F32, _F64 = (types.float32, ir.FloatType()), (types.float64, ir.DoubleType())
-get_f32, put_f32 = _make_get(_F32[1], _F32[0]), _make_put(_F32[1], _F32[0])
-get_f64, put_f64 = _make_get(_F64[1], _F64[0]), _make_put(_F64[1], _F64[0])
-get_u8, put_u8 = _make_get(I8, types.uint8), _make_put(I8, types.uint8)
-get_u16, put_u16 = _make_get(ir.IntType(16), types.uint16), _make_put(ir.IntType(16), types.uint16)
-get_i32, put_i32 = _make_get(I32, types.int32), _make_put(I32, types.int32)
-get_i64, put_i64 = _make_get(I64, types.int64), _make_put(I64, types.int64)
-float_of_bits = _make_bitcast((types.uint32, I32), _F32)
-bits_of_float = _make_bitcast(_F32, (types.uint32, I32))
-
-
-def _libc(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-    kind = ir.FunctionType(result, [a.type for a in arguments])
-    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    return b.call(function, arguments)
-
-
-@intrinsic
-def prefetch(ctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which need not be mapped, to come into the second-level cache."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        emit_prefetch(b, b.inttoptr(args[0], I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def malloc(ctx: Any, size: Any) -> Any:
-    """Address of a new block of ``size`` bytes."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.ptrtoint(_libc(b, "malloc", I8.as_pointer(), [args[0]]), I64)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def free(ctx: Any, address: Any) -> Any:
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _libc(b, "free", ir.VoidType(), [b.inttoptr(args[0], I8.as_pointer())])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def atomic_add(ctx: Any, address: Any, value: Any) -> Any:
-    """Add to a 64-bit word; its former value comes back."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def call(ctx: Any, function: Any, block: Any, tile: Any) -> Any:
-    """Call a loop body by its address."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
-        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def pause(ctx: Any, microseconds: Any) -> Any:
-    """Let other threads run."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _libc(b, "usleep", I32, [b.trunc(args[0], I32)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-def namespace(name: str, **members: Any) -> Any:
-    """Functions and constants by name, as a module: the one kind of namespace that Numba looks into."""
-    module = ModuleType(name)
-    vars(module).update(members)
-    return module
 
 
 def make(real: str, isa: Isa) -> Any:
@@ -747,6 +682,7 @@ def make(real: str, isa: Isa) -> Any:
         "simd", lanes=v.lanes, rows=isa.rows, width=isa.width(v.itemsize), itemsize=v.itemsize,
         scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
         softmax=_make_softmax(v, isa), values=_make_values(v, isa), outer=_make_outer(v, isa),
+        normalise=_make_normalise(v, isa),
         weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
         transpose=_make_transpose(v), tanh=_make_tanh(v),
         dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),

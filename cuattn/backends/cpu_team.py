@@ -1,15 +1,19 @@
 """The CPU backend's threads: a team that claims tiles one by one, the calling thread among them.
 
 A job is a block of 64-bit words: its steps, each with counters of tiles claimed and done on cache lines of
-their own. Helpers are Python threads that spend a job inside compiled code, without the GIL. Whoever waits
-waits only for tiles that a running thread has claimed, so callers on many threads cannot deadlock.
+their own. Helpers are Python threads that enter compiled code (``cpu_drain.py``) once and stay there: they
+sleep on a condition outside of the GIL, and a job reaches them without Python. Whoever waits waits only for
+threads that are running, so callers on many threads cannot deadlock.
+
+A team as large as the machine keeps each helper on a CPU of its own and off the caller's: kernels that like
+to leave CPUs idle wake a helper where the caller runs, and the two take turns for tens of milliseconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +22,21 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# A job
+STEPS, TEAM = 0, 1  # how many; address of the team that helps
+HEADER = 32
 STEP_WORDS = 32  # tiles, body, params in the first line; claimed, done in lines of their own
 TILES, FUNCTION, PARAMS, CLAIMED, DONE = 0, 1, 2, 8, 16
-HEADER = 32  # the number of steps
-Job = NDArray[np.int64]
+# A team: POSIX objects of 16 words each, counters and slots in lines of their own
+LOCK, WORK, PROGRESS = 0, 16, 32  # a mutex; conditions: a job was posted, a step ended or a helper left
+POSTS, PARKED = 48, 56  # jobs posted so far, helpers that sleep
+SLOTS_AT, SLOTS, SLOT_WORDS = 64, 64, 8  # jobs at once; a caller that finds no slot works alone
+SLOT_JOB, SLOT_TICKETS, SLOT_USERS = 0, 1, 2  # address; helpers that it still takes; -(those inside)
+CALLER, HOMES = 576, 577  # the CPU that the last caller ran on, -1: nobody is kept anywhere; helpers that are
+CPU_SET, CPU_WORDS = 584, 16  # room for a set of 1024 CPUs
+HOMES_AT, MAX_HOMES = 600, 1023  # thread id and CPU of each
+TEAM_WORDS = HOMES_AT + 2 * MAX_HOMES
+Words = NDArray[np.int64]
 
 
 def thread_count() -> int:
@@ -34,56 +49,80 @@ def thread_count() -> int:
     return os.cpu_count() or 1
 
 
-def make_job(steps: Sequence[tuple[int, int, int]]) -> Job:
+def make_job(steps: Sequence[tuple[int, int, int]]) -> Words:
     """A job of (function address, params address, tiles) steps."""
-    job: Job = np.zeros(HEADER + STEP_WORDS * len(steps), np.int64)
-    job[0] = len(steps)
+    job: Words = np.zeros(HEADER + STEP_WORDS * len(steps), np.int64)
+    job[STEPS] = len(steps)
     for i, (function, block, tiles) in enumerate(steps):
         at = HEADER + i * STEP_WORDS
         job[at + TILES], job[at + FUNCTION], job[at + PARAMS] = tiles, function, block
     return job
 
 
-def restart(job: Job) -> None:
-    """Set a finished job's counters back; nobody else may hold it."""
+def restart(job: Words) -> None:
+    """Set a finished job's counters back."""
     job[HEADER + CLAIMED :: STEP_WORDS] = 0
     job[HEADER + DONE :: STEP_WORDS] = 0
 
 
 class Team:
-    """Helper threads that live as long as the process; they sleep between jobs."""
+    """Helper threads that live as long as the process; ``function``: ``cpu_drain.drain``, without the GIL."""
 
-    def __init__(self, drain_function: Any) -> None:
-        self._drain = drain_function
-        self._queue: SimpleQueue[Job] = SimpleQueue()
-        self._helpers = 0
+    def __init__(self, function: Any) -> None:
+        self._function = function
         self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._begin()
 
-    def run(self, job: Job, threads: int) -> None:
-        """Run a job on up to ``threads`` threads, the caller's included."""
+    def run(self, job: Words, threads: int) -> None:
+        """Run a job on up to ``threads`` threads, the caller's included. It may be used again afterwards."""
         if threads > 1:
             self._start(threads - 1)
-            for _ in range(threads - 1):
-                self._queue.put(job)
-        self._drain(job.ctypes.data, 0)
+            job[TEAM] = self._address
+        self._function(job.ctypes.data, threads - 1)
 
     def run_alone(self, job: int) -> None:
         """Run the job at an address on this thread."""
-        self._drain(job, 0)
+        self._function(job, 0)
+
+    def _begin(self) -> None:
+        """Words for helpers to come: never freed, since these outlive the interpreter by a moment."""
+        words: Words = np.zeros(TEAM_WORDS + 8, np.int64)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(words))
+        self._words = words[-words.ctypes.data % 64 // 8 :]
+        self._address, self._helpers, self._process = self._words.ctypes.data, 0, os.getpid()
+        self._words[CALLER] = -1
+        libc = ctypes.CDLL(None)
+        libc.pthread_mutex_init(ctypes.c_void_p(self._address + 8 * LOCK), None)
+        for condition in (WORK, PROGRESS):
+            libc.pthread_cond_init(ctypes.c_void_p(self._address + 8 * condition), None)
 
     def _start(self, helpers: int) -> None:
         if self._helpers >= helpers and self._process == os.getpid():
             return
         with self._lock:
             if self._process != os.getpid():  # forked: the threads stayed behind
-                self._queue, self._helpers, self._process = SimpleQueue(), 0, os.getpid()
+                self._begin()
+            threads = []
             while self._helpers < helpers:
-                threading.Thread(target=self._help, args=(self._queue,), name="cuattn", daemon=True).start()
+                arguments = (self._address, -1)
+                thread = threading.Thread(target=self._function, args=arguments, name="cuattn", daemon=True)
+                thread.start()
+                threads.append(thread)
                 self._helpers += 1
+            if len(threads) == helpers:  # of a team that grows, nobody is kept anywhere
+                self._settle([thread.native_id or 0 for thread in threads])
 
-    def _help(self, queue: SimpleQueue[Job]) -> None:
-        while True:
-            job = queue.get()
-            self._drain(job.ctypes.data, 0)
-            del job
+    def _settle(self, helpers: list[int]) -> None:
+        """Give each helper a CPU of its own if there are as many; ``cpu_drain`` keeps off the caller's."""
+        if not hasattr(os, "sched_setaffinity"):
+            return
+        cpus = sorted(os.sched_getaffinity(0))
+        if len(helpers) + 1 != len(cpus) or len(helpers) > MAX_HOMES or cpus[-1] >= 64 * CPU_WORDS:
+            return
+        for i, (thread, cpu) in enumerate(zip(helpers, cpus[1:], strict=True)):
+            try:
+                os.sched_setaffinity(thread, {cpu})
+            except OSError:
+                return
+            self._words[HOMES_AT + 2 * i : HOMES_AT + 2 * i + 2] = thread, cpu
+        self._words[HOMES], self._words[CALLER] = len(helpers), cpus[0]

@@ -10,6 +10,8 @@ Layout of scratch: rows are padded to ``padding`` elements; panels and scores as
 
 from __future__ import annotations
 
+import math
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,8 @@ import numpy as np
 from . import cpu_simd
 from .cpu_backward import make_backward, make_bias_gradient, make_reduce, make_sinks_gradient
 from .cpu_decode import make_combine, make_decode
-from .cpu_layout import GROUP
+from .cpu_layout import GROUP, KIND_REAL
+from .cpu_native import free, get_f64, get_i64, malloc
 from .cpu_scores import (
     LINE,
     LOG2E,
@@ -33,11 +36,21 @@ from .cpu_scores import (
     seed,
     up,
 )
-from .cpu_simd import free, get_f64, get_i64, malloc
+
+IN_PLACE = 2  # panels of a tile up to which keys and values are read where they lie: copying costs more
+
+# Addresses of a tile's scratch
+Scratch = namedtuple(
+    "Scratch",
+    (
+        "base", "q_rows", "q", "acc", "k", "v", "s", "terms", "keep", "tops", "formers", "totals",
+        "low", "high", "decay", "factor", "limits", "seen",
+    ),
+)  # fmt: skip
 
 
 def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
-    """``forward(params, tile)``: one block of query rows of one head against all keys it sees."""
+    """``forward(params, tile)``: ``aux3`` blocks of query rows, each of one head, against all they see."""
     memory = make_memory(real, simd)
     score = make_features(real, simd, memory)
     block = make_rows(real, simd, memory)
@@ -62,30 +75,68 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         return b, h, 0, first, min(rows, q_len - first)
 
     @jit
+    def load_queries(p, index, n, panels, dp, q_rows, q):
+        """A tile's query rows into panels, from where they lie if nothing has to be converted or padded."""
+        kind, dim, stride = get_i64(p, P.aux0), get_i64(p, P.head_dim), get_i64(p, P.q_stride_s)
+        done = 0
+        if kind == KIND_REAL and dim == dp:
+            done = n // width
+            for panel in range(done):
+                source = get_i64(p, P.q) + (index + panel * width * stride) * size
+                simd.transpose(source, stride, width, dim, q + panel * width * dp * size, width)
+        if done < panels:
+            rest, first = n - done * width, done * width
+            block.load_rows(
+                kind, get_i64(p, P.q), index + first * stride, stride, rest, (panels - done) * width, dim, dp,
+                q_rows,
+            )  # fmt: skip
+            block.to_panels(q_rows, panels - done, dp, q + first * dp * size)
+
+    @jit
     def finish(p, n, h, packed, row, acc, rows, padded, unit, tops, totals):
         """Divide, add the sink, and store out and LSE of a tile; ``unit`` is what scores are counted in."""
         kind, dim, stride = get_i64(p, P.aux0), get_i64(p, P.head_dim_v), get_i64(p, P.out_stride_s)
         index = index_of(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, packed, h, row)
         lse = packed * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h) + row
-        for i in range(n):
-            if i % width == 0:
-                simd.transpose(acc + i * padded * size, width, padded, width, rows, padded)
-            memory.store_result(
-                kind, get_i64(p, P.out), index + i * stride, dim, rows + i % width * padded * size,
-                np.float64(get(tops, i)) * unit, np.float64(get(totals, i)), get_i64(p, P.sinks), h,
-                get_i64(p, P.lse), lse + i,
-            )  # fmt: skip
+        whole = kind == KIND_REAL and dim == padded and get_i64(p, P.sinks) == 0
+        for first in range(0, n, width):
+            panel = acc + first * padded * size
+            if whole and first + width <= n:
+                simd.normalise(panel, dim, totals + first * size)
+                target = get_i64(p, P.out) + (index + first * stride) * size
+                simd.transpose(panel, width, dim, width, target, stride)
+                for i in range(first, first + width):
+                    top, total = np.float64(get(tops, i)) * unit, np.float64(get(totals, i))
+                    put(get_i64(p, P.lse), lse + i, real(top + math.log(total)) if total > 0.0 else hidden)
+                continue
+            simd.transpose(panel, width, padded, width, rows, padded)
+            for i in range(first, min(first + width, n)):
+                memory.store_result(
+                    kind, get_i64(p, P.out), index + i * stride, dim, rows + (i - first) * padded * size,
+                    np.float64(get(tops, i)) * unit, np.float64(get(totals, i)), get_i64(p, P.sinks), h,
+                    get_i64(p, P.lse), lse + i,
+                )  # fmt: skip
 
-    def forward(p, tile):
-        b, h, packed, first, n = place(p, tile)
-        if n <= 0:
-            return
-        q0, q_len, k0, kv_len, offset = entry(p, b)
-        kind, keys = get_i64(p, P.aux0), get_i64(p, P.aux2)
-        dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
-        dp, dv = up(dim, padding), up(dim_v, padding)
-        panels = (n + width - 1) // width
-        lanes = panels * width
+    @jit
+    def ask_for_next(p, k, v, j0, keys, end, panel, panels):
+        """Prefetch a panel's share of the next block's keys and values; ``k``, ``v``: where the first are."""
+        kind, last = get_i64(p, P.aux0), min((panel + 1) * keys // panels, end - j0 - keys)
+        first, start = panel * keys // panels, j0 + keys
+        k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
+        memory.ask_for(
+            kind, get_i64(p, P.k), k + start * k_stride, k_stride, first, last, get_i64(p, P.head_dim)
+        )
+        memory.ask_for(
+            kind, get_i64(p, P.v), v + start * v_stride, v_stride, first, last, get_i64(p, P.head_dim_v)
+        )
+
+    @jit
+    def scratch(p):
+        """Memory for a tile, as ``Scratch`` says."""
+        rows, keys = get_i64(p, P.aux1), get_i64(p, P.aux2)
+        dp, dv = up(get_i64(p, P.head_dim), padding), up(get_i64(p, P.head_dim_v), padding)
+        lanes = up(rows, width)
+        panels = lanes // width
         area = panels * keys * width if features else 0
         words = lanes * (dp + dv + max(dp, dv) + 6) + keys * (dp + dv + width) + 2 * area + 2 * width
         base = malloc(words * size + 32 * panels + keys + 16 * LINE)
@@ -98,113 +149,107 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         terms = s + up(keys * width * size, LINE)
         keep = terms + up(area * size, LINE)
         tops = keep + up(area * size, LINE)
-        formers, totals = tops + lanes * size, tops + 2 * lanes * size
-        low, high = tops + 3 * lanes * size, tops + 4 * lanes * size
         decay = tops + 5 * lanes * size
-        factor = decay + width * size
-        limits = up(factor + size, LINE)
-        seen = limits + 32 * panels
-        begin, end = block.ranges(p, first, n, panels, q_len, kv_len, offset, low, high, limits)
-        memory.fill(tops, 2 * lanes, hidden)
-        memory.fill(totals, lanes, real(0.0))
-        memory.fill(acc, lanes * dv, real(0.0))
+        limits = up(decay + (width + 1) * size, LINE)
+        return Scratch(
+            base, q_rows, q, acc, k, v, s, terms, keep, tops, tops + lanes * size, tops + 2 * lanes * size,
+            tops + 3 * lanes * size, tops + 4 * lanes * size, decay, decay + width * size, limits,
+            limits + 32 * panels,
+        )  # fmt: skip
+
+    @jit
+    def attend(p, b, h, at, panel, first, j0, end, padded, k, k_stride, v, v_stride):
+        """One panel of query rows against one block of keys."""
+        keys, dim = get_i64(p, P.aux2), get_i64(p, P.head_dim)
+        dp, dv = up(dim, padding), up(get_i64(p, P.head_dim_v), padding)
+        low_min, low_max = get_i64(at.limits, 4 * panel), get_i64(at.limits, 4 * panel + 1)
+        high_min, high_max = get_i64(at.limits, 4 * panel + 2), get_i64(at.limits, 4 * panel + 3)
+        skip = 0 if features else max(low_min - j0, 0) // step * step
+        live = padded if features else min(padded, up(high_max + 1 - j0, step)) - skip
+        if live <= 0:
+            return
+        lane = panel * width * size
+        j, k, v = j0 + skip, k + skip * k_stride * size, v + skip * v_stride * size
+        q, top = at.q + lane * dp, at.tops + lane
+        if features:  # top is found with the terms
+            simd.scores(k, k_stride, live, q, dim, at.s, at.decay, 0, 0, 0)
+            cap, terms = real(get_f64(p, P.softcap)), at.terms + lane * keys
+            score.apply_terms(at.s, terms, live, real(scale(p)), cap, 0, top)
+        elif low_max <= j and j + live - 1 <= high_min:
+            simd.scores(k, k_stride, live, q, dim, at.s, top, 0, 0, 0)
+        else:
+            simd.scores_masked(k, k_stride, live, q, dim, at.s, top, at.low + lane, at.high + lane, j)
+        simd.softmax(at.s, live, at.factor, top, at.formers + lane, at.totals + lane, at.decay)
+        if features and get_f64(p, P.dropout_scale) > 0.0:
+            score.keep_of(p, b, h, first + panel * width, j0, live, seed(p), at.keep)
+            score.multiply(at.s, at.keep, live)
+        simd.values(v, v_stride, live, at.s, up(get_i64(p, P.head_dim_v), step), at.acc + lane * dv, at.decay)
+
+    @jit
+    def run(p, tile, at):
+        """One block of query rows of one head against all keys it sees."""
+        b, h, packed, first, n = place(p, tile)
+        if n <= 0:
+            return
+        q0, q_len, k0, kv_len, offset = entry(p, b)
+        kind, keys = get_i64(p, P.aux0), get_i64(p, P.aux2)
+        dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
+        dp, dv = up(dim, padding), up(dim_v, padding)
+        panels = (n + width - 1) // width
+        lanes = panels * width
+        begin, end = block.ranges(p, first, n, panels, q_len, kv_len, offset, at.low, at.high, at.limits)
+        memory.fill(at.tops, lanes, hidden)
+        memory.fill(at.formers, lanes, hidden)
+        memory.fill(at.totals, lanes, real(0.0))
+        memory.fill(at.acc, lanes * dv, real(0.0))
         # without features scores are q . k alone: the scale is inside the exponential, its sign in q
         scale_ = scale(p)
         unit = 1.0 if features or scale_ == 0.0 else abs(scale_)
-        put(factor, 0, real(unit * LOG2E))
+        put(at.factor, 0, real(unit * LOG2E))
         index = index_of(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, packed, h, q0 + first)
-        block.load_rows(kind, get_i64(p, P.q), index, get_i64(p, P.q_stride_s), n, lanes, dim, dp, q_rows)
-        block.to_panels(q_rows, panels, dp, q)
+        load_queries(p, index, n, panels, dp, at.q_rows, at.q)
         if not features:
-            block.take_sign(scale_, lanes * dp, q)
+            block.take_sign(scale_, lanes * dp, at.q)
         hk = h // (get_i64(p, P.heads_q) // get_i64(p, P.heads_kv))
         k_index = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, packed, hk, k0)
         v_index = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, packed, hk, k0)
         k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
+        in_place = not features and kind == KIND_REAL and panels <= IN_PLACE and dim_v % step == 0
         for j0 in range(begin // GROUP * GROUP, end, keys):
             early, count = max(begin - j0, 0), min(keys, end - j0)
             padded = up(count, step)
             mark = 0
             if features:
-                mark = seen
+                mark = at.seen
                 if not score.terms_of(
-                    p, b, h, first, n, panels, j0, keys, count, padded, offset, low, high, terms, seen
-                ):
+                    p, b, h, first, n, panels, j0, keys, count, padded, offset, at.low, at.high, at.terms,
+                    at.seen,
+                ):  # fmt: skip
                     continue
-            memory.load_block(
-                kind,
-                get_i64(p, P.k),
-                k_index + j0 * k_stride,
-                k_stride,
-                early,
-                count,
-                padded,
-                dim,
-                k,
-                dp,
-                mark,
-            )
-            memory.load_block(
-                kind,
-                get_i64(p, P.v),
-                v_index + j0 * v_stride,
-                v_stride,
-                early,
-                count,
-                padded,
-                dim_v,
-                v,
-                dv,
-                mark,
-            )
+            k, v = k_index + j0 * k_stride, v_index + j0 * v_stride
+            k_at, k_step, v_at, v_step = at.k, dp, at.v, dv
+            if in_place and early == 0 and count == padded:
+                k_at, k_step = get_i64(p, P.k) + k * size, k_stride
+                v_at, v_step = get_i64(p, P.v) + v * size, v_stride
+            else:
+                memory.load_block(
+                    kind, get_i64(p, P.k), k, k_stride, early, count, padded, dim, at.k, dp, mark
+                )
+                memory.load_block(
+                    kind, get_i64(p, P.v), v, v_stride, early, count, padded, dim_v, at.v, dv, mark
+                )
             for panel in range(panels):
-                first_row, last_row = (
-                    panel * keys // panels,
-                    min((panel + 1) * keys // panels, end - j0 - keys),
-                )
-                memory.ask_for(
-                    kind,
-                    get_i64(p, P.k),
-                    k_index + (j0 + keys) * k_stride,
-                    k_stride,
-                    first_row,
-                    last_row,
-                    dim,
-                )
-                memory.ask_for(
-                    kind,
-                    get_i64(p, P.v),
-                    v_index + (j0 + keys) * v_stride,
-                    v_stride,
-                    first_row,
-                    last_row,
-                    dim_v,
-                )
-                at = panel * width * size
-                low_min, low_max = get_i64(limits, 4 * panel), get_i64(limits, 4 * panel + 1)
-                high_min, high_max = get_i64(limits, 4 * panel + 2), get_i64(limits, 4 * panel + 3)
-                skip = 0 if features else max(low_min - j0, 0) // step * step
-                live = padded if features else min(padded, up(high_max + 1 - j0, step)) - skip
-                if live <= 0:
-                    continue
-                j, kk = j0 + skip, k + skip * dp * size
-                if features:  # top is found with the terms
-                    simd.scores(kk, dp, live, q + at * dp, dim, s, decay, 0, 0, 0)
-                    cap = real(get_f64(p, P.softcap))
-                    score.apply_terms(
-                        s, terms + panel * keys * width * size, live, real(scale_), cap, 0, tops + at
-                    )
-                elif low_max <= j and j + live - 1 <= high_min:
-                    simd.scores(kk, dp, live, q + at * dp, dim, s, tops + at, 0, 0, 0)
-                else:
-                    simd.scores_masked(kk, dp, live, q + at * dp, dim, s, tops + at, low + at, high + at, j)
-                simd.softmax(s, live, factor, tops + at, formers + at, totals + at, decay)
-                if features and get_f64(p, P.dropout_scale) > 0.0:
-                    score.keep_of(p, b, h, first + panel * width, j0, live, seed(p), keep)
-                    score.multiply(s, keep, live)
-                simd.values(v + skip * dv * size, dv, live, s, dv, acc + at * dv, decay)
-        finish(p, n, h, packed, q0 + first, acc, q_rows, dv, unit, tops, totals)
-        free(base)
+                ask_for_next(p, k_index, v_index, j0, keys, end, panel, panels)
+                attend(p, b, h, at, panel, first, j0, end, padded, k_at, k_step, v_at, v_step)
+        finish(p, n, h, packed, q0 + first, at.acc, at.q_rows, dv, unit, at.tops, at.totals)
+
+    def forward(p, tile):
+        at, together = scratch(p), get_i64(p, P.aux3)
+        rows = get_i64(p, P.aux1)
+        tiles = get_i64(p, P.batch) * get_i64(p, P.heads_q) * ((get_i64(p, P.seqlen_q) + rows - 1) // rows)
+        for one in range(tile * together, min((tile + 1) * together, tiles)):
+            run(p, one, at)
+        free(at.base)
 
     return forward
 

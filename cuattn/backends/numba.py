@@ -27,6 +27,7 @@ from .cpu_layout import (
     WANT_K,
     WANT_Q,
     WANT_V,
+    lanes_of,
     padding,
     panel_width,
     second_level_bytes,
@@ -43,9 +44,11 @@ MIN_ROWS = 64  # below it copying costs more than finer tiles bring
 KEYS = 64  # of a block: it stays in the first-level cache
 TILES_PER_THREAD = 8  # so that the last ones do not keep all waiting
 DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, not packed for a panel
-DECODE_KEYS = 64  # keys of a block: a few rows attend to it while it is in the first-level cache
+DECODE_KEYS = 256  # keys of a block where each is read once: long runs through memory
+SHARED_KEYS = 64  # keys of a block that several rows attend to: it stays in the second-level cache
 DECODE_PART = 1024  # keys of a part at least
 SERIAL_FLOPS = 2.0e7  # below it (some 0.3 ms) waking helpers costs more than they bring
+TILE_FLOPS = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
 PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
 
@@ -153,6 +156,21 @@ def _forward_rows(spec: AttentionSpec, threads: int) -> int:
     return _fit(rows, spec.seqlen_q, width)
 
 
+def _flops(spec: AttentionSpec) -> float:
+    keys = spec.seqlen_kv
+    if spec.window_left >= 0 and spec.window_right >= 0:
+        keys = min(keys, spec.window_left + spec.window_right + 1)
+    return 2.0 * spec.batch * spec.heads_q * spec.seqlen_q * keys * (spec.head_dim + spec.head_dim_v)
+
+
+def _together(spec: AttentionSpec, blocks: int, threads: int) -> int:
+    """Blocks of query rows that one tile takes in turn: all where one thread does all, else few."""
+    if _flops(spec) < SERIAL_FLOPS:
+        return blocks
+    enough = int(TILE_FLOPS * blocks / _flops(spec))
+    return max(1, min(enough, blocks // (threads * TILES_PER_THREAD)))
+
+
 def _backward_rows(spec: AttentionSpec, threads: int) -> int:
     """Query rows of a block; parts of one head need blocks to be dealt."""
     pairs, rows = spec.batch * spec.heads_kv, MAX_ROWS
@@ -173,11 +191,12 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
     keys = _fit(KEYS, spec.seqlen_kv, GROUP)
     inputs = tuple(_operands(spec))
     outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
-    tiles = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
+    blocks = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
+    together = _together(spec, blocks, threads or thread_count())
     step = Host(
         _entry(spec, "forward", _has_features(spec)),
-        tiles,
-        params.pack(_common(spec, rows, keys)),
+        -(-blocks // together),
+        params.pack(_common(spec, rows, keys) | {"aux3": together}),
         tuple((name, name) for name in (*inputs, "out", "lse")),
     )
     clear = (Memset("out"),) if spec.varlen else ()  # rows of no sequence
@@ -185,10 +204,13 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
 
 
 def _decode_program(spec: AttentionSpec, threads: int) -> Program:
-    values = _common(spec, 0, DECODE_KEYS)
+    values = _common(spec, 0, DECODE_KEYS if spec.group * spec.seqlen_q == 1 else SHARED_KEYS)
     pairs = spec.batch * spec.heads_kv
     most = max(1, spec.seqlen_kv // DECODE_PART)
-    together = spec.heads_kv if spec.k.strides[1] < spec.k.strides[2] else 1
+    together = 1  # heads whose rows are neighbours in memory
+    lanes = lanes_of(spec.accumulator)
+    while spec.k.strides[1] < spec.k.strides[2] and spec.heads_kv % (2 * together) == 0 and together < lanes:
+        together *= 2
     tiles = pairs // together
     parts = min(most, -(-threads * PARTS_PER_THREAD // tiles)) if tiles % threads or tiles < threads else 1
     values |= {"aux3": parts, "aux4": together}
@@ -334,13 +356,6 @@ def _team() -> Team:
     return Team(host_function(DRAIN))
 
 
-def _flops(spec: AttentionSpec) -> float:
-    keys = spec.seqlen_kv
-    if spec.window_left >= 0 and spec.window_right >= 0:
-        keys = min(keys, spec.window_left + spec.window_right + 1)
-    return 2.0 * spec.batch * spec.heads_q * spec.seqlen_q * keys * (spec.head_dim + spec.head_dim_v)
-
-
 class _Run:
     """Parameter blocks and the job over them, made once and used by one call at a time."""
 
@@ -395,12 +410,12 @@ class Prepared:
             address = held[name].__array_interface__["data"][0]
             for block, word in places:
                 run.words[block][word] = address
-        if self._threads > 1:  # a helper may still look at this job's counters: it is not used again
+        restart(run.job)
+        if self._threads > 1:
             self._team.run(run.job, self._threads)
         else:
-            restart(run.job)
             self._team.run_alone(run.address)
-            self._spare.append(run)
+        self._spare.append(run)
         return outputs
 
 
