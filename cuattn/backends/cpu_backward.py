@@ -42,7 +42,9 @@ Scratch = namedtuple(
         "q", "dout",  # as panels
         "k", "v", "s", "ds",
         "terms", "slope", "keep",  # features' blocks
-        "lse", "lse_rest", "delta", "low", "high",  # per row; LSE in base 2, +inf where the row sees nothing
+        # per row; LSE is +inf where the row sees nothing, and in base 2; with features in base e, subtracted
+        # from scores first, since finfo.min as a bias must not overflow, and without a rest
+        "lse", "lse_rest", "delta", "low", "high",
         "work", "ignored", "factor", "ones", "limits", "seen", "dq",
     ),
 )  # fmt: skip
@@ -134,8 +136,9 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             delta = memory.dot(at.work, at.dout_rows + i * at.dim_v * size, at.dim_v)
             if get_i64(p, P.dlse):
                 delta -= get(get_i64(p, P.dlse), lse + i)
-            put(at.lse, i, real(np.float64(x) * LOG2E))
-            put(at.lse_rest, i, real(np.float64(x) * LOG2E - np.float64(get(at.lse, i))))
+            exponent = np.float64(x) if features else np.float64(x) * LOG2E
+            put(at.lse, i, real(exponent))
+            put(at.lse_rest, i, real(exponent - np.float64(get(at.lse, i))))
             put(at.delta, i, delta)
         block.to_panels(at.q_rows, panels, at.dim_k, at.q)
         block.to_panels(at.dout_rows, panels, at.dim_v, at.dout)
@@ -197,8 +200,9 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             0,
         )
         slope = at.slope + block_at if cap > real(0.0) else 0
-        score.apply_terms(s, terms, padded, real(scale(p)), cap, slope, at.ignored)
-        simd.weights(s, ds, padded, at.factor, at.lse + lane * size, at.lse_rest + lane * size, at.delta)
+        score.apply_terms(s, terms, padded, real(scale(p)), cap, slope, at.ignored, at.lse + lane * size)
+        zero = at.lse_rest + lane * size
+        simd.weights(s, ds, padded, at.factor, zero, zero, at.delta)
         keep = 0
         if get_f64(p, P.dropout_scale) > 0.0:
             keep = at.keep + block_at

@@ -380,8 +380,11 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
         return find_seen(panels, keys, count, terms, seen)
 
     @jit
-    def apply_terms(s, terms, count, factor, cap, slope, top):
-        """s = softcap(factor * s) + terms, top = max(top, s); softcap's derivative into ``slope``."""
+    def apply_terms(s, terms, count, factor, cap, slope, top, less):
+        """s = softcap(factor * s) + terms - less, top = max(top, s); softcap's derivative into ``slope``.
+
+        ``less``: one number a row, or 0 for none.
+        """
         if cap > real(0.0):
             simd.tanh(s, count * width, factor / cap)
             if slope:
@@ -395,6 +398,8 @@ def make_features(real: Any, simd: Any, memory: Any) -> Any:
                 at = j * width + lane
                 term = get(terms, at)
                 x = hidden if term == hidden else factor * get(s, at) + term
+                if less:
+                    x -= get(less, lane)
                 put(s, at, x)
                 m = get(top, lane)
                 put(top, lane, x if x > m else m)

@@ -174,7 +174,7 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         if features:  # top is found with the terms
             simd.scores(k, k_stride, live, q, dim, at.s, at.decay, 0, 0, 0)
             cap, terms = real(get_f64(p, P.softcap)), at.terms + lane * keys
-            score.apply_terms(at.s, terms, live, real(scale(p)), cap, 0, top)
+            score.apply_terms(at.s, terms, live, real(scale(p)), cap, 0, top, 0)
         elif low_max <= j and j + live - 1 <= high_min:
             simd.scores(k, k_stride, live, q, dim, at.s, top, 0, 0, 0)
         else:

@@ -275,4 +275,4 @@ class _Prepared:
                 "lse": np.ascontiguousarray(lse, self.spec.accumulator),
             }
         found = gradients(self.spec, arrays, arrays["dout"], arrays.get("dlse"), self.wants)
-        return {f"d{name}": np.ascontiguousarray(x, arrays[name].dtype) for name, x in found.items()}
+        return {f"d{name}": np.asarray(x, arrays[name].dtype, order="C") for name, x in found.items()}
