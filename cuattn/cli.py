@@ -146,7 +146,7 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 def _bench_table(setup: bench_.Setup, rows: list[bench_.Row]) -> Table:
     table = Table(
-        "tokens", "", "forward", "backward", "GF/s", "peak memory", "error",
+        "tokens", "", "forward", "backward", f"{_unit(setup)[0]}F/s", "peak memory", "error",
         box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
         title="cuattn and plain attention; × says how many times faster or smaller",
         title_justify="left",
@@ -174,14 +174,22 @@ def _bench_table(setup: bench_.Setup, rows: list[bench_.Row]) -> Table:
     return table
 
 
+def _unit(setup: bench_.Setup) -> tuple[str, float]:
+    """A prefix for rates that suits the machine."""
+    return ("T", 1e12) if setup.arrays == "cupy" else ("G", 1e9)
+
+
 def _rates(setup: bench_.Setup, length: int, sample: bench_.Sample) -> str:
-    work = bench_.flops(setup, length) / 1e9
+    work = bench_.flops(setup, length) / _unit(setup)[1]
     back = f"/{2.5 * work / sample.backward:.0f}" if sample.backward else ""
     return f"{work / sample.forward:.0f}{back}"
 
 
 def _bench_remarks(setup: bench_.Setup, rows: list[bench_.Row]) -> list[str]:
-    remarks = ["GF/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, against float64."]
+    remarks = [
+        f"{_unit(setup)[0]}F/s: forward/backward. Error: the largest of out, dq, dk and dv, relative, "
+        "against float64."
+    ]
     alone = [row for row in rows if row.standard is None]
     if alone:
         remarks.append(
@@ -360,6 +368,9 @@ def plan(
         typer.echo(json.dumps(asdict(made), indent=1))
         return
     console.print(_kernel_table(made))
+    for use in made.kernels:
+        if use.parts:
+            console.print(f"{use.name}: {use.heads} query head(s) a tile, keys in {use.parts} part(s)\n")
     console.print(_cost_table(made))
     for line in _explanation(made) if explain else []:
         console.print(line, highlight=False)
@@ -376,8 +387,6 @@ def _kernel_table(made: planning.Plan) -> Table:
     )
     for use in made.kernels:
         tile = f"{use.tile[0]}×{use.tile[1]}" if use.tile else "–"
-        if use.parts:
-            tile += f", keys in {use.parts} part{'s' if use.parts > 1 else ''}"
         if not made.device:
             table.add_row(use.name, tile, str(use.blocks))
             continue

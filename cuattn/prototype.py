@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, float32, float64, njit  # at the top: the simulator replaces the module's global
-from numba.core.errors import NumbaPerformanceWarning
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -285,7 +284,7 @@ def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int, dtype: str = 
         def launch(*arguments: Any, stream: Any = 0) -> None:
             heads, length = arguments[over].shape[:2]
             with warnings.catch_warnings():  # small grids and arrays of the host are what one tries first
-                warnings.simplefilter("ignore", NumbaPerformanceWarning)
+                warnings.filterwarnings("ignore", "(?s).*(Grid size|Host array used)")
                 kernel[(heads, -(-length // rows)), rows, stream](*arguments)
 
         return launch

@@ -47,14 +47,16 @@ def test_bench_writes_a_record_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_bench_table_fits_a_terminal_of_80_columns() -> None:
-    setup = bench.default_setup("numpy")
+@pytest.mark.parametrize(("arrays", "unit"), [("numpy", "GF/s"), ("cupy", "TF/s")])
+def test_the_bench_table_fits_a_terminal_of_80_columns(arrays: str, unit: str) -> None:
+    setup = bench.default_setup(arrays)
     slow = bench.Sample(13.04, 25.79, 3 * 2**30 + 5, 1.23e-6)
     ours = bench.Sample(0.01793, 0.0458, 776 * 2**20, 4.56e-7)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(cli._bench_table(setup, [bench.Row(16384, ours, slow)]))
     text = console.export_text()
     assert "…" not in text
+    assert unit in text
     assert "4.6e-7" in text
     assert "1.2e-6" in text
 
