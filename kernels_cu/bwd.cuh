@@ -199,7 +199,7 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
     for (int j = 0; j < 2; j++) {
       const int i = row + 8 * n + j;
       const float raw_lse = lse[8 * n + j];
-      const float lse2 = raw_lse == -infinity() ? infinity() : raw_lse * (float)LOG2E;
+      const float lse2 = raw_lse == -infinity() ? infinity() : SUBTRACT_FIRST ? raw_lse : raw_lse * (float)LOG2E;
       const float d = delta[8 * n + j];
       const Range keys = key_range_of_row(scores.entry, i);
       const int first = keys.first - key, last = (i < last_row ? keys.last : 0) - key;
@@ -219,7 +219,7 @@ DEVICE void weights(Acc<MT, NT>& s, Acc<MT, NT>& dp, const Params& p, const Scor
             seen = x != -infinity();
           }
 #endif
-          const float weight = seen ? exp2_fast(fmaf(x, unit, -lse2)) : 0.f;
+          const float weight = seen ? exp2_fast(SUBTRACT_FIRST ? (x - lse2) * unit : fmaf(x, unit, -lse2)) : 0.f;
           const float dweight = dp.x[m][n][2 * r + j];
 #if DROPOUT
           const bool keep = draws[m / 2].template get<MT == 1>(j, 2 * (m % 2) + r, key) < (u32)p.dropout_threshold;

@@ -5,11 +5,15 @@
 //
 // Defines: those of bwd_wide.cuh, WIDE (wide.cuh), MIN_BLOCKS (CTAs an SM), PARTS (CTAs that share the columns of a block's
 // dQ, dK and dV), WANT_DQ, WANT_DK, WANT_DV, DETERMINISTIC (key blocks add to dQ in order), SPLIT_GROUP (each q head has its
-// own CTAs, which add to dK and dV), and the features of config.cuh. What is added to, dq and with SPLIT_GROUP dk and dv,
-// starts as zeros, and so does the semaphore.
-// Params: aux0-2 bitmap strides (mask.cuh), aux3 heads in an L2 section (schedule.cuh).
+// own CTAs, which add to dK and dV; DETERMINISTIC: in order), and the features of config.cuh. What is added to, dq and with
+// SPLIT_GROUP dk and dv, starts as zeros, and so does the semaphore.
+// Params: aux0-2 bitmap strides (mask.cuh), aux3 heads in an L2 section (schedule.cuh), aux4 the first of the semaphore's
+// words that count a key block's q heads.
 #include "bwd_wide.cuh"
 #include "schedule.cuh"
+
+// A group's q heads add to dK and dV in order.
+#define HEADS_WAIT (DETERMINISTIC && SPLIT_GROUP && (WANT_DK || WANT_DV))
 
 namespace {
 
@@ -72,6 +76,7 @@ DEVICE void accumulate(Accum (&out)[COLUMNS][4], const Accum (&x)[N][4], u32 b_l
       OperandB b[kTiles];
       load_b_rows<TB, true>(b, b_lane, 16 * k, (PARTS > 1 ? part_of * COLUMNS : 0) / kTiles + d / kTiles, live);
       add_product(part<kTiles>(out, d), a, b, factor);
+      tie(d + kTiles, out[d][3]);
     }
   }
 }
@@ -321,6 +326,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd_wide(const
     v = next;
   }
   const i64 batch = VARLEN ? 0 : found.batch;
+#if HEADS_WAIT
+  // They are neighbours in the grid and end at about the same time.
+  int* heads = p.semaphore + p.aux4 + ((found.batch * p.heads_kv + head_kv) * blocks + w.n) * PARTS + w.part;
+  if (threadIdx.x == 0) {
+    while (load_acquire(heads) != found.head % group) __nanosleep(20);
+  }
+  __syncthreads();
+#endif
 #if WANT_DK
   Element* dk = (Element*)p.dk + batch * p.dk_stride_b + head_kv * p.dk_stride_h + e.start_kv * p.dk_stride_s;
   store_gradient<ND>(w, state.dk, dk, p.dk_stride_s, w.scores.scale, (int)p.head_dim);
@@ -328,5 +341,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) bwd_wide(const
 #if WANT_DV
   Element* dv = (Element*)p.dv + batch * p.dv_stride_b + head_kv * p.dv_stride_h + e.start_kv * p.dv_stride_s;
   store_gradient<NDV>(w, state.dv, dv, p.dv_stride_s, DROPOUT ? (Accum)p.dropout_scale : (Accum)1, (int)p.head_dim_v);
+#endif
+#if HEADS_WAIT
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(heads, found.head % group + 1);
 #endif
 }

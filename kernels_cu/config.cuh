@@ -53,6 +53,8 @@
 
 // A score that is more than scale * q.k before the masks: it is then kept in natural units.
 #define TRANSFORM (SOFTCAP || BIAS || ALIBI)
+// A bias of finfo.min overflows as a score times log2(e): such scores are subtracted first. A half cannot be so large.
+#define SUBTRACT_FIRST (BIAS == 2 || (BIAS && DTYPE != F16))
 // A key in a visited tile may be hidden from every row, wherever it lies.
 #define SCATTERED (MASK || SEGMENTS || BIAS)
 

@@ -233,6 +233,7 @@ DEVICE void absorb(const Work& w, State& state, Accum (&s)[N][4], int n, int sta
       OperandB b[kTiles];
       load_b_rows<TileV, true>(b, w.v_lane + stage * TileV::kBytes, 16 * k, d / kTiles, live);
       add_product(part<kTiles>(state.out, d), a, b, factor);
+      tie(d + kTiles, state.out[d][3]);
     }
   }
 }

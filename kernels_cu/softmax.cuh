@@ -69,7 +69,7 @@ struct Softmax {
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s.x[m][n][2 * r], s.x[m][n][2 * r + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        const float rescale = exp2_fast(fmaf(max[m][r], c, -subtrahend(top, c)));
+        const float rescale = exp2_fast(exponent(max[m][r], c, -subtrahend(top, c)));
         max[m][r] = top;
         sum[m][r] *= rescale;
 #pragma unroll
@@ -94,7 +94,7 @@ struct Softmax {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             float& x = s.x[m][n][2 * r + j];
-            x = exp2_fast(fmaf(x, c, base));
+            x = exp2_fast(exponent(x, c, base));
             sum[m][r] += x;
           }
         }
@@ -103,7 +103,13 @@ struct Softmax {
   }
 
   // What every score of a row loses; nothing while the row has seen nothing, whose weights are then 2^-infinity.
-  static DEVICE float subtrahend(float top, float c) { return top == -infinity() ? 0.f : top * c; }
+  static DEVICE float subtrahend(float top, float c) {
+    if (SUBTRACT_FIRST) c = 1.f;
+    return top == -infinity() ? 0.f : top * c;
+  }
+  static DEVICE float exponent(float score, float c, float base) {
+    return SUBTRACT_FIRST ? (score + base) * c : fmaf(score, c, base);
+  }
 
   // Sums over the row's four lanes.
   DEVICE void finish() {

@@ -21,6 +21,9 @@ constexpr int kVector = 16 / sizeof(Element);  // elements of 16 bytes
 #ifndef SIDE
 #define SIDE 2
 #endif
+#ifndef TIE  // accumulator tiles from one tie() to the next; 0: none
+#define TIE 0
+#endif
 constexpr int kTiles = SCALED ? SIDE : kVector;  // accumulator tiles that share an A operand and are worked on side by side
 
 // Which of the thread's four rows along k (of products s = 0, 1: k = t, t + 4) count; the others are zero, whatever the
@@ -38,6 +41,14 @@ struct RowFactor {
   float up[2] = {1, 1}, back[2] = {1, 1};
 #endif
 };
+
+// To be called after the sums of `d` tiles. NOTE: otherwise ptxas sinks add_product()'s additions below all products of a
+// loop, keeps what each product came to in registers of its own, and spills the sums.
+DEVICE void tie(int d, Accum sum) {
+#if SCALED && TIE
+  if (d % TIE == 0) end_schedule(sum);
+#endif
+}
 
 template <int N>
 DEVICE void zero(Accum (&c)[N][4]) {

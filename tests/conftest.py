@@ -118,7 +118,7 @@ def _strided_copy(cupy: Any, x: Any) -> Any:
     )
     small = x[kept]
     order = sorted(range(x.ndim), key=lambda i: -abs(small.strides[i]))
-    moved = cupy.asarray(np.ascontiguousarray(small.transpose(order)))
+    moved = cupy.asarray(np.asarray(small.transpose(order), order="C"))
     return cupy.broadcast_to(moved.transpose(np.argsort(order)), x.shape)
 
 

@@ -113,10 +113,9 @@ def test_threads() -> None:
     assert not failures, failures
 
 
+@pytest.mark.gpu2
 def test_another_device_than_the_current_one() -> None:
     """flash-attention#1793: wrong values, or illegal access."""
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
     with cupy.cuda.Device(1):
         q, k, v = (draw(1, 200, 2, 64, dtype="float32", seed=i) for i in range(3))
         wanted = plain(q, k, v)
@@ -153,6 +152,23 @@ def test_more_than_2_31_elements() -> None:
         close(out[row], k[row], 1e-2)  # all keys of a row are equal
         close(grads.dv[row], cupy.ones_like(k[row]), 2e-2)
         close(grads.dq[row], cupy.zeros_like(k[row]), 2e-2)
+
+
+def test_8300_sequences_of_one_token() -> None:
+    """flash-attention#2260 as reported: blocks of dq's sums for 8300 x 16 heads pass 2^31 elements."""
+    q, k, v = (draw(8300, 1, 16, 128, seed=i) for i in range(3))
+    _, pullback = cuattn.flash_attention_vjp(q, k, v)
+    grads = pullback(cupy.ones_like(v))
+    assert bool((grads.dv == 1).all())
+    for x in (grads.dq, grads.dk):
+        close(x, cupy.zeros_like(x), 2e-2)
+
+
+def test_softcap_backward_ends() -> None:
+    """flash-attention#2466: it hung for ever."""
+    q, k, v = (draw(2, 1024, 32, 128, seed=i) for i in range(3))
+    _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True, softcap=10.0)
+    assert all(bool(cupy.isfinite(x.astype(cupy.float32)).all()) for x in pullback(q)[:3])
 
 
 @pytest.mark.parametrize("tokens", [16384, 65536])
@@ -266,22 +282,3 @@ def test_the_first_call_of_a_process(tmp_path: Any, backward: bool) -> None:
     ]
     assert seconds[0] < 5.0, seconds
     assert min(seconds[1:]) < 0.3, seconds
-
-
-def test_a_sliding_window_costs_its_share() -> None:
-    """A window of 1024 at 16k tokens: at most 1.3 times what its live share of the full work predicts."""
-    q, k, v = (draw(1, 16384, 16, 128, seed=i) for i in range(3))
-
-    def seconds(**options: Any) -> float:
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        times = []
-        for _ in range(10):
-            start.record()
-            cuattn.flash_attention(q, k, v, **options)
-            end.record()
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end))
-        return float(np.median(times[3:]))
-
-    share = (1024 + 1 + 128) / 16384  # a block of 128 rows touches 1024 + 1 + 128 keys
-    assert seconds(window_size=(1024, 0)) <= 1.3 * share * seconds()

@@ -60,6 +60,7 @@ def test_tiles_that_were_fastest() -> None:
             assert isinstance(main, Launch)
             defines = dict(main.kernel.defines)
             assert (defines["BLOCK_M"], defines["BLOCK_N"], defines["MIN_BLOCKS"]) == backward
+            assert defines["TIE"] == 4
 
 
 def test_featured_calls_and_rounded_products_get_other_tiles() -> None:

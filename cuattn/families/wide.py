@@ -26,7 +26,8 @@ PRODUCTS = {"highest": 4, "tf32": 1, "bf16": 2}  # wide.cuh's WIDE for float32
 class Tile:
     """A configuration of ``fwd_wide.cu``, whose head says what the fields do, up to a head dim.
 
-    ``plain``: only for calls without bias, mask and the like, and only where float32 is three f16 products.
+    ``tie``: column tiles whose sums ptxas may put off together (``wide.cuh``), 0 for all. ``plain``: only for
+    calls without bias, mask and the like, and only where float32 is three f16 products.
     """
 
     head_dim: int
@@ -37,6 +38,7 @@ class Tile:
     parts: int = 1
     side: int = 2
     plain: bool = False
+    tie: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -62,7 +64,7 @@ class Tile:
 # float32: a thread keeps head_dim_v / 2 sums and block_n / 2 scores beside its operands. What was measured:
 # docs/performance/float32.md.
 FLOAT32 = (
-    Tile(64, 128, 32, 2, 2, plain=True),  # 65 KB, 128 registers: two blocks an SM outweigh what spills
+    Tile(64, 128, 32, 2, 2, plain=True, tie=4),  # 65 KB, 128 registers: two blocks an SM outweigh what spills
     Tile(64, 128, 64, 2),  # 98 KB
     Tile(64, 64, 32, 2),  # sm_75: 48 KB
     Tile(128, 128, 32, 2),  # 129 KB
@@ -142,7 +144,7 @@ def kernel(spec: AttentionSpec, device: Device, t: Tile) -> Kernel:
         "HEAD_DIM": rounded(spec.head_dim), "HEAD_DIM_V": rounded(spec.head_dim_v, t.parts) // t.parts,
         "BLOCK_M": t.block_m, "BLOCK_N": t.block_n,
         "NUM_WARPS": t.num_warps, "STAGES": t.stages, "MIN_BLOCKS": t.min_blocks, "PARTS": t.parts,
-        "SIDE": t.side,
+        "SIDE": t.side, "TIE": t.tie,
     }  # fmt: skip
     return Kernel("fwd_wide", "fwd_wide", tuple(found.items()))
 

@@ -28,8 +28,8 @@ ENOUGH_WAVES = 2  # of blocks: fewer, and the q heads of a group are spread over
 class Tile:
     """A configuration of ``bwd_wide.cu``, whose head says what the fields do, up to a head dim.
 
-    ``apart``: dV in a launch of its own, when dK and dV together do not fit into registers. ``plain``: only
-    for calls without bias, mask and the like, and only where float32 is three f16 products.
+    ``apart``: dV in a launch of its own, when dK and dV together do not fit into registers. ``plain`` and
+    ``tie``: as in ``wide.Tile``.
     """
 
     head_dim: int
@@ -41,6 +41,7 @@ class Tile:
     apart: bool = False
     side: int = 4
     plain: bool = False
+    tie: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -63,12 +64,14 @@ class Tile:
         return ITEMSIZE[spec.dtype] * (rows * columns + scores)
 
 
-# float32: a thread keeps (head_dim + head_dim_v) / 2 sums and block_m scores and their gradients.
+# float32: a thread keeps (head_dim + head_dim_v) / 2 sums and block_m scores and their gradients, and spills
+# none of them where they are tied.
 # What was measured: docs/performance/float32.md.
 FLOAT32 = (
-    Tile(64, 64, 128, 2, plain=True),  # 163 KB
+    Tile(64, 64, 128, 2, plain=True, tie=4),  # 163 KB
     Tile(64, 32, 64, 2, 2),  # 75 KB: two blocks an SM
-    Tile(128, 32, 128, 2),  # 210 KB
+    Tile(128, 32, 128, 2, side=2, plain=True, tie=4),  # 210 KB
+    Tile(128, 32, 128, 2),
     Tile(128, 32, 64, 1),  # sm_80: 105 KB
     Tile(128, 32, 32, 1),  # sm_86, sm_89: 69 KB
     Tile(192, 32, 64, 1, apart=True),  # 153 KB
@@ -134,12 +137,29 @@ class _Plan:
 
     @property
     def split_group(self) -> bool:
-        """Whether each q head has blocks of its own, which add to dK and dV: not where the order counts."""
+        """Whether each q head has blocks of its own, which add to dK and dV."""
         spec = self.spec
-        if spec.group == 1 or spec.deterministic:
+        if spec.group == 1:
             return False
         blocks = self.blocks_n * self.tile.parts * spec.batch * spec.heads_kv
         return blocks < ENOUGH_WAVES * self.device.sm_count * self.tile.min_blocks
+
+    @property
+    def launches(self) -> tuple[frozenset[str], ...]:
+        """Those of q, k and v that each launch of the main kernel serves."""
+        wants = self.wants & {"q", "k", "v"}
+        found = (wants & {"q", "k"}, wants & {"v"}) if self.tile.apart else (wants,)
+        return tuple(some for some in found if some)
+
+    @property
+    def turns(self) -> tuple[int, int]:
+        """Words of the semaphore: for query blocks, and for each launch's key blocks, as far as they wait."""
+        spec, tile, wants = self.spec, self.tile, self.wants
+        if not spec.deterministic:
+            return 0, 0
+        queries = spec.heads_q * self.blocks_m if "q" in wants else 0
+        keys = spec.heads_kv * self.blocks_n if self.split_group and wants & {"k", "v"} else 0
+        return spec.batch * queries * tile.parts, spec.batch * keys * tile.parts
 
     @property
     def section(self) -> int:
@@ -188,7 +208,7 @@ def main_kernel(plan: _Plan, wants: frozenset[str]) -> Kernel:
     tile = plan.tile
     defines = plan.defines() | {
         "STAGES": tile.stages, "MIN_BLOCKS": tile.min_blocks, "PARTS": tile.parts,
-        "DETERMINISTIC": int(plan.spec.deterministic), "SPLIT_GROUP": int(plan.split_group),
+        "DETERMINISTIC": int(plan.spec.deterministic), "SPLIT_GROUP": int(plan.split_group), "TIE": tile.tie,
         "WANT_DQ": int("q" in wants), "WANT_DK": int("k" in wants), "WANT_DV": int("v" in wants),
     }  # fmt: skip
     return Kernel("bwd_wide", "bwd_wide", tuple(defines.items()))
@@ -196,20 +216,18 @@ def main_kernel(plan: _Plan, wants: frozenset[str]) -> Kernel:
 
 def _main(plan: _Plan) -> list[Launch | Memset]:
     spec, tile = plan.spec, plan.tile
-    wants = plan.wants & {"q", "k", "v"}
-    launches = [wants & {"q", "k"}, wants & {"v"}] if tile.apart else [wants]
     live = common.live_tiles(spec, tile.block_m, tile.block_n)
     steps: list[Launch | Memset] = list(live.steps)
-    if "q" in wants and spec.deterministic:
+    of_queries, of_keys = plan.turns
+    if of_queries or of_keys:
         steps.append(Memset("semaphore"))
     heads = spec.batch * (spec.heads_q if plan.split_group else spec.heads_kv)
     shared = tile.shared_memory(spec, plan.device)
-    words = params.pack(common.words(spec) | live.words | {"aux3": plan.section})
-    for some in launches:
-        if not some:
-            continue
+    for i, some in enumerate(plan.launches):
+        start = of_queries + i * of_keys
+        words = params.pack(common.words(spec) | live.words | {"aux3": plan.section, "aux4": start})
         names = ["q", "k", "v", "dout", "lse", "delta", *(f"d{x}" for x in "qkv" if x in some)]
-        if "q" in some and spec.deterministic:
+        if of_queries or of_keys:
             names.append("semaphore")
         grid = plan.blocks_n * tile.parts * heads
         pointers = (*plan.pointers(*names), *live.pointers)
@@ -243,8 +261,9 @@ def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
     found = [Buffer("delta", spec.lse_shape, spec.accumulator)]
     if plan.wants & {"q", "k", "v"}:
         found += common.live_tiles(spec, tile.block_m, tile.block_n).workspace
-    if "q" in plan.wants and spec.deterministic:
-        found.append(Buffer("semaphore", (spec.batch * spec.heads_q * plan.blocks_m * tile.parts,), "int32"))
+    of_queries, of_keys = plan.turns
+    if of_queries or of_keys:
+        found.append(Buffer("semaphore", (of_queries + len(plan.launches) * of_keys,), "int32"))
     if "bias" in plan.wants:
         found += _bias(plan).workspace(spec.accumulator)
     return tuple(found)
