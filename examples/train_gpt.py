@@ -248,8 +248,10 @@ def draw_curves(path: Path, curves: dict[str, list[float]]) -> None:
     top.plot(a, color="#0b6e99", linewidth=1.2, label=name_a)
     top.set(ylabel="loss (nats per byte)", title="A small GPT on the standard library's sources")
     top.legend(frameon=False)
-    bottom.plot(np.abs(np.subtract(a, b)), color="0.3", linewidth=1)
-    bottom.set(yscale="log", xlabel="training step", ylabel="difference")
+    apart = np.abs(np.subtract(a, b))
+    bottom.plot(apart, ".", color="0.3", markersize=4)  # steps without a dot: not a bit apart
+    limits = (1e-8, max(1e-4, 10 * apart.max()))
+    bottom.set(yscale="log", ylim=limits, xlabel="training step", ylabel="difference")
     for axis in (top, bottom):
         axis.grid(color="0.9", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
