@@ -14,8 +14,10 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 HEADS = 8
 PAUSE = 0.06  # seconds
+LONG = 0.3  # seconds of a run that needs no other before it
 CALLS = 200  # of a small problem
 Contenders = dict[str, Callable[[], Any]]
 clock: Callable[[], float] = time.perf_counter
@@ -33,17 +36,21 @@ clock: Callable[[], float] = time.perf_counter
 def measure(contenders: Contenders, seconds: float) -> dict[str, list[float]]:
     """Seconds of each run, by contender; at least three rounds.
 
-    A pause and an untimed run go before each: the threads of the contender before (OpenBLAS's wait busily for
-    tens of milliseconds) have gone to sleep, and the caches are the contender's own.
+    A pause and, unless it takes long, an untimed run go before each: the threads of the contender before
+    (OpenBLAS's wait busily for tens of milliseconds) have gone to sleep, and the caches are its own.
     """
-    for run in contenders.values():
+    took = {}
+    for name, run in contenders.items():
+        start = time.perf_counter()
         run()
+        took[name] = time.perf_counter() - start
     times: dict[str, list[float]] = {name: [] for name in contenders}
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop or len(next(iter(times.values()))) < 3:
         for name, run in contenders.items():
             time.sleep(PAUSE)
-            run()
+            if took[name] < LONG:
+                run()
             start = clock()
             run()
             times[name].append(clock() - start)
@@ -79,10 +86,12 @@ def plain_gradients(q: Any, k: Any, v: Any, dout: Any, weights: Any) -> Any:
     return dscores @ k, dscores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dout
 
 
-def forwards(q: Any, k: Any, v: Any, causal: bool, wanted: set[str]) -> Contenders:
-    import cuattn
+def forwards(q: Any, k: Any, v: Any, causal: bool, wanted: set[str], cuattn: bool = True) -> Contenders:
+    found: Contenders = {}
+    if cuattn:
+        from cuattn import flash_attention
 
-    found: Contenders = {"cuattn": lambda: cuattn.flash_attention(q, k, v, causal=causal)}
+        found["cuattn"] = lambda: flash_attention(q, k, v, causal=causal)
     if "torch" in wanted:
         import torch
         from torch.nn.functional import scaled_dot_product_attention
@@ -164,17 +173,81 @@ def dtypes(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def decode(seconds: float, available: set[str]) -> list[dict[str, Any]]:
+def prepared(threads: int, q: Any, k: Any, v: Any, causal: bool, wants: str = "") -> Callable[[Any], Any]:
+    """A forward, or a backward for ``wants``, that uses so many threads: called with the arrays by name."""
+    from cuattn.backends import numba
+    from cuattn.planning import bind_call
+
+    former = os.environ.get("CUATTN_NUM_THREADS", "")
+    os.environ["CUATTN_NUM_THREADS"] = str(threads)
+    try:
+        spec = bind_call(q, k, v, {"causal": causal})
+        return numba.prepare(spec, None, frozenset(wants) if wants else None)
+    finally:
+        os.environ["CUATTN_NUM_THREADS"] = former
+
+
+def scaling(seconds: float, threads: int) -> list[dict[str, Any]]:
+    """One thread and all of them, in turn, on the same arrays."""
+    rows = []
+    for seqlen, causal in ((512, False), (1024, True), (2048, False), (8192, True)):
+        q, k, v, dout = (draw(1, seqlen, HEADS, 64) for _ in range(4))
+        arrays = {"q": q, "k": k, "v": v}
+        given = {**arrays, **prepared(1, q, k, v, causal)(arrays), "dout": dout}
+        flops = 4 * HEADS * seqlen**2 * 64 / (2 if causal else 1)
+        name = f"D64 S{seqlen} {'causal' if causal else 'full'}"
+        for what, wants, work in (("forward", "", flops), ("backward", "qkv", 2.5 * flops)):
+            runs = {n: partial(prepared(n, q, k, v, causal, wants), given) for n in (threads, 1)}
+            found = measure({f"{n} threads": run for n, run in runs.items()}, seconds)
+            rows.append(row(f"{what} {name}", work, "GFLOP/s", found))
+    say(rows)
+    return rows
+
+
+def decode(seconds: float, threads: int, available: set[str]) -> list[dict[str, Any]]:
     """One query against 32k keys: bytes of keys and values a second, against reading as many."""
     q, k, v = draw(1, 1, HEADS, 128), draw(1, 32768, HEADS, 128), draw(1, 32768, HEADS, 128)
-    found = forwards(q, k, v, False, available & {"torch"})
-    found["read (NumPy sum)"] = lambda: (k.sum(), v.sum())
-    if "torch" in available:
-        import torch
+    rows = []
+    for count in sorted({1, threads}):
+        found = {"cuattn": partial(prepared(count, q, k, v, False), {"q": q, "k": k, "v": v})}
+        if count == 1:
+            found["read (NumPy sum)"] = lambda: (k.sum(), v.sum())
+        if "torch" in available:
+            import torch
 
-        tensors = [torch.from_numpy(x) for x in (k, v)]
-        found["read (torch sum)"] = lambda: [x.sum() for x in tensors]
-    rows = [row("decode 1 x 32k, 8 heads of 128", k.nbytes + v.nbytes, "GB/s", measure(found, seconds))]
+            torch.set_num_threads(count)
+            found |= forwards(q, k, v, False, {"torch"}, cuattn=False)
+            tensors = [torch.from_numpy(x) for x in (k, v)]
+            found["read (torch sum)"] = lambda tensors=tensors: [x.sum() for x in tensors]
+        name = f"decode 1 x 32k, 8 heads of 128, {count} threads"
+        rows.append(row(name, k.nbytes + v.nbytes, "GB/s", measure(found, seconds)))
+    say(rows)
+    return rows
+
+
+def against_numpy(seconds: float) -> list[dict[str, Any]]:
+    """4k tokens against plain NumPy, whose backward may keep the weights or compute them again."""
+    import cuattn
+
+    rows = []
+    for causal in (False, True):
+        q, k, v, dout = (draw(1, 4096, HEADS, 64) for _ in range(4))
+        _, weights = plain(q, k, v, causal)
+        _, pullback = cuattn.flash_attention_vjp(q, k, v, causal=causal)
+
+        def again(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout, causal: bool = causal) -> Any:
+            return plain_gradients(q, k, v, dout, plain(q, k, v, causal)[1])
+
+        def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout, causal: bool = causal) -> Any:
+            return cuattn.flash_attention_vjp(q, k, v, causal=causal)[1](dout)
+
+        flops = 4 * HEADS * 4096**2 * 64 / (2 if causal else 1)
+        kept = partial(plain_gradients, q, k, v, dout, weights)
+        name = f"D64 S4096 {'causal' if causal else 'full'}"
+        found = {"cuattn": partial(pullback, dout), "numpy, weights kept": kept, "numpy, again": again}
+        rows.append(row(f"backward {name}", 2.5 * flops, "GFLOP/s", measure(found, seconds)))
+        found = {"cuattn": both, "numpy": again}
+        rows.append(row(f"forward and backward {name}", 3.5 * flops, "GFLOP/s", measure(found, seconds)))
     say(rows)
     return rows
 
@@ -190,10 +263,81 @@ def small(seconds: float) -> list[dict[str, Any]]:
             cuattn.flash_attention(q, q, q, causal=True)
 
     times = [t / CALLS for t in measure({"cuattn": calls}, seconds)["cuattn"]]
-    rate = {"median": statistics.median(times) * 1e6, "best": min(times) * 1e6}
-    rows = [{"what": "small call, B1 H4 S32 D32 causal", "unit": "us", "rates": {"cuattn": rate}}]
+    rows = [microseconds("small call, B1 H4 S32 D32 causal, NumPy", {"cuattn": times})]
     say(rows)
     return rows
+
+
+def microseconds(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    rates = {n: {"median": statistics.median(t) * 1e6, "best": min(t) * 1e6} for n, t in times.items()}
+    return {"what": what, "unit": "us", "rates": rates}
+
+
+def small_jit(seconds: float) -> list[dict[str, Any]]:
+    """The same call under jax.jit, and an FFI handler that does nothing, on the same operands."""
+    import jax
+    from numba import cfunc, types
+
+    import cuattn
+    from cuattn.interop.xla_handlers import _answer_metadata
+
+    def empty(frame: Any) -> int:
+        _answer_metadata(frame, 0)
+        return 0
+
+    handler = cfunc(types.int64(types.int64), error_model="numpy")(empty)
+    jax.ffi.register_ffi_target("cuattn_bench_empty", jax.ffi.pycapsule(handler.address), platform="cpu")
+    q = jax.device_put(draw(1, 32, 4, 32), jax.devices("cpu")[0])
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, 4, 32), q.dtype))
+    nothing = jax.jit(lambda x: jax.ffi.ffi_call("cuattn_bench_empty", results)(x, x, x)[0])
+    ours = jax.jit(lambda x: cuattn.flash_attention(x, x, x, causal=True))
+    peer = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True))
+
+    def calls(run: Callable[[Any], Any]) -> None:
+        for _ in range(CALLS):
+            run(q).block_until_ready()
+
+    contenders = {"cuattn": ours, "empty handler": nothing, "jax": peer}
+    times = measure({name: partial(calls, run) for name, run in contenders.items()}, seconds)
+    found = {name: [t / CALLS for t in each] for name, each in times.items()}
+    rows = [microseconds("small call, B1 H4 S32 D32 causal, jax.jit", found)]
+    say(rows)
+    return rows
+
+
+def start_up() -> dict[str, float]:
+    """Seconds of a first call in a process: where nothing is compiled yet, and later; and of the import."""
+    code = (
+        "import time; start = time.perf_counter(); import cuattn; import numpy as np\n"
+        "q = np.ones((1, 32, 4, 32), np.float32); out, pull = cuattn.flash_attention_vjp(q, q, q{bias})\n"
+        "{more}print(time.perf_counter() - start)"
+    )
+    ready = (
+        "import time, numpy; start = time.perf_counter(); import cuattn; print(time.perf_counter() - start)"
+    )
+    bias = ", bias=np.zeros((1, 1, 32, 32), np.float32)"
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "CUATTN_CACHE_DIR": folder}
+
+        def seconds(code: str) -> float:
+            command = [sys.executable, "-c", code]
+            return float(
+                subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+            )
+
+        for name, options, more in (
+            ("first forward ever", "", ""),
+            ("then the first backward", "", "pull(q); "),
+            ("then with features, forward", bias, ""),
+            ("then with features, backward", bias, "pull(q); "),
+            ("later process, forward and backward", "", "pull(q); "),
+        ):
+            found[name] = seconds(code.format(bias=options, more=more))
+        found["import cuattn, after NumPy"] = min(seconds(ready) for _ in range(5))
+    sys.stdout.write(f"start-up, s: { {name: round(x, 3) for name, x in found.items()} }\n")
+    sys.stdout.flush()
+    return found
 
 
 def peak_memory() -> float:
@@ -265,6 +409,8 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each line")
     parser.add_argument("--long-context", action="store_true", help="that measurement alone, in this process")
+    only = ("dtypes", "numpy", "scaling", "decode", "small", "jit", "start")
+    parser.add_argument("--only", choices=only, help="print these lines alone and write nothing")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread's, on a shared machine"
     )
@@ -291,14 +437,26 @@ def main() -> None:
         available.add(name)
         if name == "torch":
             module.set_num_threads(threads)
+    if options.only:
+        parts = {
+            "dtypes": lambda: dtypes(options.seconds), "numpy": lambda: against_numpy(options.seconds),
+            "scaling": lambda: scaling(options.seconds, threads), "start": start_up,
+            "decode": lambda: decode(options.seconds, threads, available),
+            "small": lambda: small(options.seconds), "jit": lambda: small_jit(options.seconds),
+        }  # fmt: skip
+        parts[options.only]()
+        return
     ceiling = peak(options.seconds)
     gflops, read = 2 * 1536**3 / min(ceiling["sgemm"]) / 1e9, 4 * (1 << 26) / min(ceiling["read"]) / 1e9
     head = f"{cpu_name()}, {threads} threads, {options.clock} clock; "
     head += f"sgemm {gflops:.0f} GFLOP/s, read {read:.1f} GB/s (best)"
     sys.stdout.write(head + "\n")
     rows = shapes(options.quick, options.seconds, available)
-    rows += dtypes(options.seconds) + decode(options.seconds, available) + small(options.seconds)
-    write({"machine": head, "rows": rows, "long_context": measure_long_context()})
+    rows += dtypes(options.seconds) + against_numpy(options.seconds) + scaling(options.seconds, threads)
+    rows += decode(options.seconds, threads, available) + small(options.seconds)
+    if "jax" in available:
+        rows += small_jit(options.seconds)
+    write({"machine": head, "rows": rows, "start_up": start_up(), "long_context": measure_long_context()})
 
 
 def measure_long_context() -> dict[str, float]:
@@ -314,9 +472,11 @@ def write(record: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     long = record["long_context"]
+    start = "; ".join(f"{name} {seconds:.2f}" for name, seconds in record["start_up"].items())
     (RESULTS / "cpu.md").write_text(
         f"# CPU\n\n`python -m bench.cpu`: {record['machine']}. float32, layout bshd, {HEADS} heads;"
         f" median (best).\n\n{table(record['rows'])}\n\n"
+        f"Start-up, seconds: {start}.\n\n"
         f"32k tokens, causal, D64, forward and backward: {long['seconds']:.1f} s, peak"
         f" {long['peak_mib']:.0f} MiB in all, {long['peak_before_mib']:.0f} MiB of them before.\n"
     )

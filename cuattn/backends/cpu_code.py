@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -40,6 +41,7 @@ SOURCES = (
     "cpu_tiles.py",
     "../params.py",
 )
+LONG = ("forward", "backward", "bias_gradient")  # loops that take seconds to compile
 NOTICE_AFTER = 2.0  # seconds of compiling until a line says so
 _MAGIC = b"cuattn1\n"
 _lock = threading.RLock()
@@ -60,6 +62,34 @@ def host_entry(name: str) -> int:
                 _addresses[name] = _load(name, _object(name))
             address = _addresses[name]
     return address
+
+
+def host_entries(names: Sequence[str]) -> list[int]:
+    """Addresses of several entries; if more than one takes long to compile, other processes do their part."""
+    long = [n for n in names if n.partition(".")[0] in LONG and n not in _addresses and not _is_kept(n)]
+    aside = [process for name in long[1:] if (process := _compile_aside(name)) is not None]
+    for name in long[:1]:
+        host_entry(name)
+    for process in aside:
+        process.wait()  # whatever came of it: what is not kept is compiled here
+    return [host_entry(name) for name in names]
+
+
+def _is_kept(name: str) -> bool:
+    folder = cache_directory()
+    return folder is not None and (folder / f"{name}-{_key()}.o").exists()
+
+
+def _compile_aside(name: str) -> subprocess.Popen[bytes] | None:
+    """Another Python that compiles an entry into the cache; None without a cache or such a program."""
+    if cache_directory() is None or not Path(sys.executable or "").name.startswith("python"):
+        return None
+    code = f"from {__name__} import _object; _object({name!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL)
+    except OSError:
+        return None
 
 
 def host_function(name: str) -> Body:

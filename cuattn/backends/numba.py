@@ -47,8 +47,8 @@ DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, no
 DECODE_KEYS = 256  # keys of a block where each is read once: long runs through memory
 SHARED_KEYS = 64  # keys of a block that several rows attend to: it stays in the second-level cache
 DECODE_PART = 1024  # keys of a part at least
-SERIAL_FLOPS = 2.0e7  # below it (some 0.3 ms) waking helpers costs more than they bring
-TILE_FLOPS = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
+SERIAL_WORK = 8.0e6  # below it (some 0.1 ms) waking helpers costs more than they bring
+TILE_WORK = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
 PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
 
@@ -156,18 +156,20 @@ def _forward_rows(spec: AttentionSpec, threads: int) -> int:
     return _fit(rows, spec.seqlen_q, width)
 
 
-def _flops(spec: AttentionSpec) -> float:
+def _work(spec: AttentionSpec) -> float:
+    """Floating-point operations of a forward; with few query rows, those that reading the keys takes as long as."""
     keys = spec.seqlen_kv
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + 1)
-    return 2.0 * spec.batch * spec.heads_q * spec.seqlen_q * keys * (spec.head_dim + spec.head_dim_v)
+    dims = spec.head_dim + spec.head_dim_v
+    return spec.batch * keys * dims * max(2.0 * spec.heads_q * spec.seqlen_q, 16.0 * spec.heads_kv)
 
 
 def _together(spec: AttentionSpec, blocks: int, threads: int) -> int:
     """Blocks of query rows that one tile takes in turn: all where one thread does all, else few."""
-    if _flops(spec) < SERIAL_FLOPS:
+    if _work(spec) < SERIAL_WORK:
         return blocks
-    enough = int(TILE_FLOPS * blocks / _flops(spec))
+    enough = int(TILE_WORK * blocks / _work(spec))
     return max(1, min(enough, blocks // (threads * TILES_PER_THREAD)))
 
 
@@ -349,6 +351,12 @@ def host_entry(name: str) -> int:
     return host_entry(name)
 
 
+def _host_entries(names: list[str]) -> list[int]:
+    from .cpu_code import host_entries
+
+    return host_entries(names)
+
+
 @cache
 def _team() -> Team:
     from .cpu_code import DRAIN, host_function
@@ -380,14 +388,14 @@ class Prepared:
         self._workspace = [(b.name, b.shape, np.dtype(b.dtype)) for b in program.workspace]
         self._memsets = [step.buffer for step in program.steps if isinstance(step, Memset)]
         self._hosts = [step for step in program.steps if isinstance(step, Host) and step.tiles > 0]
-        self._entries = [host_entry(step.entry) for step in self._hosts]
+        self._entries = _host_entries([step.entry for step in self._hosts])
         places: dict[str, list[tuple[int, int]]] = {}
         for i, step in enumerate(self._hosts):
             for field, name in step.pointers:
                 places.setdefault(name, []).append((i, params.INDEX[field]))
         self._places = list(places.items())
         tiles = max((step.tiles for step in self._hosts), default=0)
-        self._threads = 1 if _flops(spec) < SERIAL_FLOPS else max(1, min(threads, tiles))
+        self._threads = 1 if _work(spec) < SERIAL_WORK else max(1, min(threads, tiles))
         self._seeded = "dropout_seed" in places
         self._spare: list[_Run] = []
         self._team = _team()
