@@ -12,10 +12,18 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, njit  # at the top: the simulator replaces the module's global
+from numba import (
+    config,
+    cuda,
+    float32,
+    float64,
+    njit,
+)  # at the top: the simulator replaces the module's global
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -190,6 +198,18 @@ def cpu_kernels(score: Score, slope: Score) -> Kernels:
 
 
 @cache
+def load_numba_cuda() -> None:
+    """Have numba-cuda load under NumPy 2.5: up to 0.30 it names ``np.row_stack``, which is gone there."""
+    if hasattr(np, "row_stack") or config.ENABLE_CUDASIM or find_spec("numba_cuda") is None:
+        return
+    np.row_stack = np.vstack
+    try:
+        import_module("numba.cuda.np.arrayobj")
+    finally:
+        del np.row_stack
+
+
+@cache
 def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int, dtype: str = "float32") -> Kernels:
     """The same as CUDA kernels: a block of threads shares tiles in shared memory, a thread owns a row.
 
@@ -198,6 +218,7 @@ def cuda_kernels(score: Score, slope: Score, dim: int, dim_v: int, dtype: str = 
 
     NOTE: one shared array per line: the simulator tells them apart by their lines.
     """
+    load_numba_cuda()
     real, rows = (float64, block_rows(dim, dim_v, 8)) if dtype == "float64" else (
         float32, block_rows(dim, dim_v, 4)
     )  # fmt: skip

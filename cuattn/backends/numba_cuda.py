@@ -27,12 +27,15 @@ def unavailable() -> str | None:
     try:
         from numba import cuda
 
+        from .. import prototype
+
         if not cuda.is_available():
             return f"numba.cuda finds no GPU or no CUDA toolkit: {install}"
-        cuda.compile_ptx(lambda: None, (), cc=(8, 0))  # some break only here: a NumPy too new for numba-cuda
+        prototype.load_numba_cuda()
+        cuda.compile_ptx(lambda: None, (), cc=(8, 0))  # a NumPy too new for numba-cuda shows only here
     except Exception as fault:  # a broken installation raises anything
         first = (str(fault).splitlines() or [""])[0]
-        return f"numba.cuda does not work ({type(fault).__name__}: {first}): {install}, perhaps 'numpy<2.5'"
+        return f"numba.cuda does not work ({type(fault).__name__}: {first}): {install}"
     return None
 
 
