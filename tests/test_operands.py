@@ -12,6 +12,7 @@ import pytest
 from conftest import Runner
 
 import cuattn
+from cuattn.backends import reference
 
 Normal = Callable[..., Any]
 FULL = (2, 4, 9, 11)
@@ -103,3 +104,18 @@ def test_packed_sequences_with_offsets(run: Runner, normal: Normal, how: str) ->
     if how == "slopes":
         arrays["alibi_slopes"] = np.abs(normal(4, 4)) * 0.3
     check(run, arrays, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_head_dim(normal: Normal, causal: bool) -> None:
+    """1 to 256 for q and k, 256 to 1 for v."""
+    run = Runner("numba")
+    for head_dim in range(1, 257):
+        arrays = {"q": normal(1, 9, 2, head_dim), "k": normal(1, 11, 1, head_dim)}
+        arrays["v"], dout = normal(1, 11, 1, 257 - head_dim), normal(1, 9, 2, 257 - head_dim)
+        out, lse, found = run(arrays, dout=dout, causal=causal)
+        spec = cases.spec_of(arrays, {"causal": causal}, "bshd")
+        wanted = dict(zip(("out", "lse"), reference.attention(spec, arrays), strict=True))
+        wanted |= reference.gradients(spec, arrays, dout)
+        for name, x in {"out": out, "lse": lse, **found}.items():
+            np.testing.assert_allclose(x, wanted[name], rtol=1e-4, atol=1e-4, err_msg=f"{name} of {head_dim}")
