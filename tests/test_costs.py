@@ -16,8 +16,9 @@ import cases
 import pytest
 
 from cuattn import device, jit, params
+from cuattn.backends import cuda
 from cuattn.program import Kernel, Launch
-from cuattn.spec import AttentionSpec
+from cuattn.spec import GRADIENTS, AttentionSpec
 
 pytest.importorskip("cupy")
 QKV = frozenset("qkv")
@@ -152,3 +153,41 @@ def test_a_dense_call_launches_what_it_needs(family: str, dtype: str, head_dim: 
         "wide": ["bwd_wide_delta", "bwd_wide"],
     }[family]
     assert [s.kernel.source for s in backward] == names
+
+
+WANTS = [
+    ("q",),
+    ("k",),
+    ("v",),
+    ("k", "v"),
+    ("bias",),
+    ("sinks",),
+    ("q", "bias"),
+    ("q", "k", "v", "bias", "sinks"),
+]
+
+
+@pytest.mark.parametrize("wants", WANTS, ids="".join)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_what_nobody_wants_is_not_worked_on(dtype: str, wants: tuple[str, ...]) -> None:
+    """Gradients that are not wanted are neither outputs nor scratch, nor switched on in a kernel."""
+    spec = spec_of(dtype, 64, operands={"bias": (4, 256, 256), "sinks": (4,)})
+    program = cuda.backward_program(spec, device.H200, frozenset(wants))
+    assert {b.name for b in program.outputs} == {f"d{name}" for name in wants}
+    assert not {b.name for b in program.workspace} & {f"d{name}" for name in GRADIENTS}
+    steps = [s for s in program.steps if isinstance(s, Launch)]
+    for step in (s for s in steps if s.kernel.source in ("bwd", "bwd_wide")):
+        defines = dict(step.kernel.defines)
+        assert {x for x in "qkv" if defines[f"WANT_D{x.upper()}"]} <= set(wants)
+    found = {s.kernel.entry for s in steps}
+    assert bool(found & {"bwd", "bwd_wide"}) == bool(QKV & set(wants))
+    assert any("dbias" in name for name in found) == ("bias" in wants)
+    assert any("dsinks" in name for name in found) == ("sinks" in wants)
+
+
+def test_only_the_gradient_of_sinks_needs_no_products() -> None:
+    """On Hopper too, whose main kernel makes dq, dk and dv in one go."""
+    spec = spec_of("bfloat16", 128, operands={"sinks": (4,)})
+    program = cuda.backward_program(spec, device.H200, frozenset(("sinks",)))
+    found = [s.kernel.entry for s in program.steps if isinstance(s, Launch)]
+    assert found == ["bwd_delta", "bwd_dsinks"]
