@@ -96,6 +96,19 @@ def test_verify_passes_and_says_so() -> None:
     assert "right" in text
 
 
+def test_verify_says_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def compile_loops(wanted: verify.Calls) -> tuple[int, Any]:
+        asked.extend(wanted)
+        return 2, iter([None, None])
+
+    monkeypatch.setattr(verify, "compile_loops", compile_loops)
+    text = invoke("verify", "--arrays", "numpy", "--dtype", "float32", "--match", "grouped heads")
+    assert "numpy: 2 CPU loops" in text
+    assert [wants for _, wants in asked] == [None, frozenset("qkv")]
+
+
 def test_verify_fails_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(verify.BARS, "float32", 0.0)
     text = invoke("verify", "--arrays", "numpy", "--dtype", "float32", "--match", "full", code=1)
