@@ -429,12 +429,37 @@ def test_merging_nothing_and_merging_halves(run: Runner, normal: Normal) -> None
     lses = [np.full((1, 1, 1), x, np.float32) for x in (1.3, 2.9)]
     weight, _ = cuattn.merge_attention([run.to(one), run.to(two)], [run.to(x) for x in lses])
     close(run.back(weight), np.full((1, 1, 1, 1), 0.168), 1e-3)
-    arrays = {"q": normal(1, 5, 2, 32), "k": normal(1, 700, 2, 32), "v": normal(1, 700, 2, 32)}
+    arrays = {"q": normal(1, 5, 2, 32), "k": normal(1, 4200, 2, 32), "v": normal(1, 4200, 2, 32)}
     whole = run(arrays, gradients=False)
     parts = [
         run({**arrays, **{n: arrays[n][:, p] for n in "kv"}}, gradients=False)
-        for p in (slice(0, 600), slice(600, 700))
+        for p in (slice(0, 4096), slice(4096, 4200))
     ]
     out, lse = cuattn.merge_attention([run.to(p[0]) for p in parts], [run.to(p[1]) for p in parts])
     close(run.back(out), whole[0], 1e-5)
     close(run.back(lse), whole[1], 1e-5)
+
+
+def test_vmap_over_a_bias_and_not_over_a_mask(normal: Normal) -> None:
+    """jax#23701, #36702: a crash with a mapped bias beside a mask that is not; a bias of one head refused."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    x = jnp.asarray(normal(4, 2, 32, 4, 48), jnp.bfloat16)
+    bias, mask = jnp.asarray(normal(4, 2, 4, 32, 32), jnp.bfloat16), jnp.arange(32)[None, None] < 29
+
+    def call(x: Any, bias: Any, mask: Any) -> Any:
+        return cuattn.flash_attention(x, x, x, bias=bias, mask=mask).astype(jnp.float32)
+
+    def check(function: Any, *arrays: Any, axes: Any) -> None:
+        def at(given: Any, i: int) -> list[Any]:
+            return [y if axis is None else y[i] for y, axis in zip(given, axes, strict=True)]
+
+        mapped, pullback = jax.vjp(jax.vmap(function, axes), *arrays)
+        looped, wanted = jax.vjp(lambda *a: jnp.stack([function(*at(a, i)) for i in range(len(x))]), *arrays)
+        close(mapped, looped, 1e-6)
+        for a, b in zip(pullback(mapped), wanted(mapped), strict=True):
+            if a.dtype != jax.dtypes.float0:
+                close(a, b, 1e-2)
+
+    check(call, x, bias, mask, axes=(0, 0, None))
+    check(call, x, bias[:, :, :1], mask, axes=(0, 0, None))

@@ -228,6 +228,23 @@ def test_deterministic_is_bit_equal(case: str, dtype: str) -> None:
         assert bits == first
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("highest", 0.0, 4e-6), ("tf32", 1e-5, 4e-3), ("bf16", 1e-4, 4e-2)]
+)
+def test_precision_of_float32(precision: str, least: float, most: float, head_dim: int) -> None:
+    """The largest error over the largest value, of out and gradients: no better and no worse than asked."""
+    arrays = [draw(2, 300, 4, head_dim, dtype="float32", seed=i) for i in range(4)]
+    wide = [x.astype(cupy.float64) for x in arrays]
+    results = []
+    for (q, k, v, dout), options in ((arrays, {"precision": precision}), (wide, {})):
+        out, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True, **options)
+        results.append((out, *pullback(dout)[:3]))
+    for got, wanted in zip(*results, strict=True):
+        error = float(cupy.abs(got - wanted).max() / cupy.abs(wanted).max())
+        assert least <= error <= most
+
+
 def test_new_lengths_compile_nothing() -> None:
     """pytorch#141486: a new compile for each length."""
     from cuattn import jit
