@@ -330,7 +330,8 @@ def describe(
             uses.append(_use(step, device, compile_kernels))
         elif isinstance(step, Host):
             words = struct.unpack_from("<2q", step.block_words, 8 * params.INDEX["aux1"])
-            uses.append(KernelUse(step.entry, "cpu_tiles.py", (words[0], words[1]), None, step.tiles, 1, 0))
+            tile = (words[0] or spec.seqlen_q, words[1])  # 0: few rows, all at once
+            uses.append(KernelUse(step.entry, "cpu_tiles.py", tile, None, step.tiles, 1, 0))
     pairs, whole = visible_scores(spec), spec.seqlen_q * spec.seqlen_kv
     visible = pairs / whole if whole else 1.0
     heads, d, dv = spec.batch * spec.heads_q, spec.head_dim, spec.head_dim_v
@@ -379,6 +380,8 @@ def plan(
     )
     if backend not in (None, "cuda", "numba"):
         raise argument_error("backend", repr(backend), "None, 'cuda' or 'numba'")
+    if backend == "numba" and _lives_on_gpu(q):
+        raise argument_error("backend", "'numba' with arrays on a GPU", "None or 'cuda' there, to be planned")
     on_gpu = backend == "cuda" or (backend is None and (device is not None or _lives_on_gpu(q)))
     if not on_gpu:
         cpu = import_module(".backends.numba", __package__)

@@ -287,7 +287,18 @@ def test_plan_fits_a_terminal_of_80_columns(head_dim: str) -> None:
     assert "keys" in result.output
 
 
+def test_the_readable_kernels_have_no_plan() -> None:
+    class OnGpu(np.ndarray):
+        __cuda_array_interface__ = None
+
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    assert planning.plan(x, x, x, backend="numba").backend == "numba"
+    with pytest.raises(ValueError, match=r"backend.*numba"):
+        planning.plan(x.view(OnGpu), x, x, backend="numba")
+
+
 def test_plan_explains_in_words() -> None:
+    assert "1 × 16 heads of 1" in invoke("plan", "--device", "cpu", "--seqlen", "1", "--explain")
     text = invoke("plan", "--device", "cpu", "--dtype", "float32", "--explain")
     assert "tiles of 512 queries" in " ".join(text.split())  # lines are wrapped
     text = invoke("plan", "--device", "H200", "--no-compiled", "--window", "1024,0", "--explain")
