@@ -115,3 +115,11 @@ def test_compiles(family: str, arch: int) -> None:
         if result.warnings or (row.tuned and result.spill_bytes)
     ]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_of_no_sequence_compile(arch: int) -> None:
+    """The kernel of packed arrays that none of the rows above takes."""
+    kernels = [Kernel("tail", "tail", (("DTYPE", code),)) for code in range(4)]
+    assert all(not (x.warnings or x.spill_bytes) for x in jit.compile_all((k, arch) for k in kernels))
