@@ -68,15 +68,20 @@ def sources() -> dict[str, str]:
 
 
 @functools.cache
-def _headers() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    found = [(text.encode(), name.encode()) for name, text in sources().items() if name.endswith(".cuh")]
-    return tuple(text for text, _ in found), tuple(name for _, name in found)
+def _files(source: str) -> dict[str, str]:
+    """A source's own file, first, and every header that it includes, directly or not, by file name."""
+    found: dict[str, str] = {}
+    names = [f"{source}.cu"]
+    for name in names:
+        if name not in found:
+            found[name] = sources()[name]
+            names += re.findall(r'^\s*#\s*include\s+"([^"]+)"', found[name], re.MULTILINE)
+    return found
 
 
 @functools.cache
-def _headers_digest() -> bytes:
-    texts, names = _headers()
-    return hashlib.sha256(b"\0".join(names + texts)).digest()
+def _files_digest(source: str) -> bytes:
+    return hashlib.sha256(repr(sorted(_files(source).items())).encode()).digest()
 
 
 def target(arch: int) -> str:
@@ -89,17 +94,15 @@ def target(arch: int) -> str:
 def key(kernel: Kernel, arch: int) -> str:
     """The cache key: a hash of all that decides the machine code."""
     facts = (_FORMAT, kernel.entry, kernel.defines, OPTIONS, import_nvrtc().getVersion(), target(arch))
-    digest = hashlib.sha256(repr(facts).encode() + _headers_digest())
-    digest.update(sources()[f"{kernel.source}.cu"].encode())
-    return digest.hexdigest()
+    return hashlib.sha256(repr(facts).encode() + _files_digest(kernel.source)).hexdigest()
 
 
 def build(kernel: Kernel, arch: int) -> Compiled:
     """Compile now, whatever the cache holds. Needs neither a GPU nor a driver. Raises ``CompileError``."""
     nvrtc = import_nvrtc()
-    texts, names = _headers()
-    file = f"{kernel.source}.cu"
-    program = nvrtc.createProgram(sources()[file], file, list(texts), list(names))
+    (file, text), *headers = _files(kernel.source).items()
+    names, texts = [x.encode() for x, _ in headers], [x.encode() for _, x in headers]
+    program = nvrtc.createProgram(text, file, texts, names)
     try:
         defines = (f"-D{name}={value}" for name, value in kernel.defines)
         options = [f"-arch={target(arch)}", *OPTIONS, *defines]

@@ -76,9 +76,9 @@ def spec_of(dtype: str, head_dim: int, **more: Any) -> AttentionSpec:
 @cache
 def ptx(kernel: Kernel) -> str:
     """The kernel's PTX for Hopper: NVRTC without ptxas takes half a second."""
-    nvrtc, (texts, names) = device.import_nvrtc(), jit._headers()
-    file = f"{kernel.source}.cu"
-    program = nvrtc.createProgram(jit.sources()[file], file, list(texts), list(names))
+    nvrtc, ((file, text), *headers) = device.import_nvrtc(), jit._files(kernel.source).items()
+    names, texts = [x.encode() for x, _ in headers], [x.encode() for _, x in headers]
+    program = nvrtc.createProgram(text, file, texts, names)
     options = ["-arch=compute_90a", "-std=c++17", "-default-device"]
     nvrtc.compileProgram(program, [*options, *(f"-D{name}={value}" for name, value in kernel.defines)])
     found = nvrtc.getPTX(program)

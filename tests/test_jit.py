@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -104,9 +103,8 @@ def test_a_key_covers_all_that_changes_the_code(changed: str, monkeypatch: pytes
     if changed in ("source", "header"):
         name = {"source": "live_tiles.cu", "header": "params.cuh"}[changed]
         monkeypatch.setattr(jit, "sources", lambda: {**texts, name: texts[name] + " "})
-        headers = [(x.encode(), n.encode()) for n, x in jit.sources().items() if n.endswith(".cuh")]
-        digest = hashlib.sha256(b"\0".join([n for _, n in headers] + [x for x, _ in headers])).digest()
-        monkeypatch.setattr(jit, "_headers_digest", lambda: digest)
+        monkeypatch.setattr(jit, "_files", jit._files.__wrapped__)
+        monkeypatch.setattr(jit, "_files_digest", jit._files_digest.__wrapped__)
     elif changed == "define":
         kernel = replace(KERNEL, defines=(*DEFINES[:3], ("BLOCK_N", 64)))
     elif changed == "entry":
@@ -128,10 +126,11 @@ def test_a_key_covers_all_that_changes_the_code(changed: str, monkeypatch: pytes
     assert jit.key(kernel, arch) != before
 
 
-def test_the_headers_digest_changes_with_any_header() -> None:
-    names = jit._headers()[1]
-    assert b"params.cuh" in names and b"philox.cuh" in names
-    assert len(names) == sum(name.endswith(".cuh") for name in jit.sources())
+def test_a_source_comes_with_the_headers_it_reaches() -> None:
+    files = list(jit._files(KERNEL.source))
+    assert files[0] == "live_tiles.cu" and "params.cuh" in files and "ptx_sm90.cuh" not in files
+    dropout = jit._files("fwd")  # through mask.cuh
+    assert "philox.cuh" in dropout and '"philox.cuh"' not in jit.sources()["fwd.cu"]
 
 
 @pytest.mark.parametrize(
