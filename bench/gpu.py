@@ -28,7 +28,8 @@ PACKED = (4096, 50, 2048, 300, 1024, 3000, 128, 700, 1500, 96, 2000, 77, 900, 46
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape. ``window`` keys are seen (0: all); ``packed`` holds the lengths of packed sequences."""
+    """One shape. ``window`` keys are seen (0: all); ``packed`` holds the lengths of packed sequences;
+    ``queries`` is 0 where there are as many as keys."""
 
     name: str
     batch: int
@@ -39,6 +40,7 @@ class Cell:
     causal: bool = False
     window: int = 0
     packed: tuple[int, ...] = ()
+    queries: int = 0
 
     @property
     def flops(self) -> float:
@@ -47,7 +49,15 @@ class Cell:
         pairs = sum(s * s / 2 if self.causal else s * s for s in lengths)
         if self.window:
             pairs = sum(self.window * s - self.window * (self.window - 1) / 2 for s in lengths)
+        if self.queries:
+            pairs = self.batch * self.queries * self.seqlen
         return 4.0 * self.heads * self.head_dim * pairs
+
+    @property
+    def seconds(self) -> float:
+        """About what a forward takes: how many calls make a burst."""
+        keys = 4 * self.batch * self.heads_kv * self.seqlen * self.head_dim
+        return max(self.flops / 500e12, keys / 4e12 if self.queries else 0.0)
 
 
 def cells() -> list[Cell]:
@@ -64,6 +74,8 @@ def cells() -> list[Cell]:
     found.append(Cell("packed 14 D128 causal", 14, 16, 16, max(PACKED), 128, True, packed=PACKED))
     found.append(Cell("B1 H16 D128 full 1k", 1, 16, 16, 1024, 128))
     found.append(Cell("B1 H16 D128 causal 1k", 1, 16, 16, 1024, 128, True))
+    found.append(Cell("decode 1 x 128k 32/8 D128", 1, 32, 8, 131072, 128, queries=1))
+    found.append(Cell("decode 16 x 8k 32/8 D128", 16, 32, 8, 8192, 128, queries=1))
     return found
 
 
@@ -80,15 +92,15 @@ def make_inputs(cell: Cell) -> Inputs:
     import ml_dtypes
     import torch
 
-    def draw(heads: int) -> Any:
-        shape = (sum(cell.packed), heads) if cell.packed else (cell.batch, cell.seqlen, heads)
+    def draw(heads: int, rows: int = 0) -> Any:
+        shape = (sum(cell.packed), heads) if cell.packed else (cell.batch, rows or cell.seqlen, heads)
         return torch.randn(*shape, cell.head_dim, device="cuda").bfloat16()
 
     tensors = {
-        "q": draw(cell.heads),
+        "q": draw(cell.heads, cell.queries),
         "k": draw(cell.heads_kv),
         "v": draw(cell.heads_kv),
-        "dout": draw(cell.heads),
+        "dout": draw(cell.heads, cell.queries),
     }
     bits = {name: cupy.from_dlpack(x.view(torch.int16)) for name, x in tensors.items()}
     arrays = {name: x.view(ml_dtypes.bfloat16) for name, x in bits.items()}
@@ -159,6 +171,8 @@ def fa3(cell: Cell, inputs: Inputs) -> Pair:
         return lambda: fa3_fwd.flash_attn_varlen_func(*arguments, causal=cell.causal), None
     if cell.window:
         return None, None  # this build has no windows
+    if cell.queries:
+        return lambda: fa3_fwd.flash_attn_with_kvcache(x["q"], x["k"], x["v"]), None
     return lambda: fa3_fwd.flash_attn_func(x["q"], x["k"], x["v"], causal=cell.causal), None
 
 
@@ -238,14 +252,14 @@ def _single(call: Callable[[], Any], flush: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def measure(calls: dict[str, Callable[[], Any]], flops: float) -> dict[str, dict[str, float]]:
-    """Median TFLOP/s, hot and cool, of each call."""
+def measure(calls: dict[str, Callable[[], Any]], flops: float, seconds: float) -> dict[str, dict[str, float]]:
+    """Median TFLOP/s, hot and cool, of each call; one takes about ``seconds``."""
     import torch
 
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     hot: dict[str, list[float]] = {name: [] for name in calls}
     cool: dict[str, list[float]] = {name: [] for name in calls}
-    count = max(2, int(BURST_SECONDS / (flops / 500e12)))
+    count = max(2, int(BURST_SECONDS / seconds))
     names = list(calls)
     for _ in range(ROUNDS):
         random.shuffle(names)
@@ -285,7 +299,8 @@ def run_cell(
             calls[name] = call
         except Exception as fault:  # a peer that is missing or refuses must not stop the others
             skipped[name] = f"{type(fault).__name__}: {str(fault).strip()[:100]}"
-    return measure(calls, cell.flops * (2.5 if backward else 1.0)), skipped
+    work = 2.5 if backward else 1.0
+    return measure(calls, cell.flops * work, cell.seconds * work), skipped
 
 
 def _machine() -> dict[str, Any]:
@@ -315,7 +330,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _line(cell: Cell, rates: dict[str, dict[str, float]]) -> str:
-    parts = [f"{name} " + "/".join(f"{rate:.0f}" for rate in found.values()) for name, found in rates.items()]
+    parts = [f"{name} " + "/".join(f"{rate:.3g}" for rate in found.values()) for name, found in rates.items()]
     ratios = []
     for kind in ("hot", "cool"):
         peers = [found[kind] for name, found in rates.items() if name != "cuattn" and kind in found]
@@ -340,6 +355,8 @@ def main() -> None:
     names = ["cuattn", *(name for name in arguments.peers.split(",") if name)]
     started, rows = time.monotonic(), []
     for cell in cells():
+        if cell.queries and arguments.direction == "bwd":
+            continue
         if arguments.cells not in cell.name or time.monotonic() - started > arguments.seconds:
             continue
         rates, skipped = run_cell(cell, arguments.direction == "bwd", names)

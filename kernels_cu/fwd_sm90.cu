@@ -15,10 +15,14 @@
 //   SCHEDULE   0: tile = block index + i * grid; 1: handed out by an atomic counter
 //   LPT        1: heaviest tiles (last rows) first, inside sections of aux1 heads whose keys and values fit in L2
 //   LOOP_MASKS 0: only the first block of a tile is ever crossed by a mask's edge
+//   SPLIT      1: few rows against many keys. A tile's rows are those of aux6 query heads of a group, 2^aux5 of each, and its
+//              key blocks are cut into aux4 parts, a tile each; fwd_merge.cu makes out and lse of what they leave in scratch
 //   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
-//   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: bias and mask can be read two columns at once
-// Params: aux0 = query blocks of an entry, aux1 = heads of a section, aux2 = tiles, aux3 = first row that the K and V maps hold;
-// aux4-6 = strides of live_tiles.cu's bitmap; semaphore and scratch from fwd_sm90_prepare.cu.
+//   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: it can be read two columns at once;  BIAS_TILES 1: it comes by TMA, with K
+// Params: aux0 = query blocks of an entry (SPLIT: of a KV head, of aux6 heads each), aux1 = heads of a section, aux2 = tiles,
+// aux3 = first row that the K and V maps hold; aux4-6 = strides of fwd_sm90_mask.cu's bitmap (SPLIT: see there); semaphore from
+// fwd_sm90_prepare.cu; scratch, from that or (MASK) fwd_sm90_mask.cu or (SPLIT) for the parts. MASK: mask_stride_b, h, q, k =
+// the strides, in words, of an entry, a head, a query block and a key block of the packed mask, aux7 = a row's.
 // Tensor maps: (column, row, head, batch), boxes of 64 columns by BLOCK_M rows of Q, BLOCK_N of K and V, 16 of out, swizzle 128.
 #include "fwd_sm90.cuh"
 #include "philox.cuh"
@@ -26,9 +30,14 @@
 // Masks of the loop's steps go in before the product: pays with wide heads only; see Consumer::preset.
 #define PRESET (LOOP_MASKS && HEAD_DIM > 128 && !SOFTCAP && !SCATTERED && !VARIABLE)
 
+// From a thread's first row of the entry to its second one.
+#define ROW_GAP (SPLIT && TILE_ROWS < 16 ? 0 : 8)
+
 // Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
 #define NATURAL (BIAS > 0)
-static_assert(!(SCATTERED || DROPOUT) || BLOCK_N == 64, "a thread's 32 scores are bits of one word");
+static_assert(!SCATTERED || (BLOCK_N % 8 == 0 && BLOCK_N <= 128), "what a row sees of a thread's columns are bits of one word");
+static_assert(!MASK || BLOCK_N == 128, "as fwd_sm90_mask.cu packs it");
+static_assert(!DROPOUT || BLOCK_N % 32 == 0, "random words serve 32 columns");
 static_assert(!(SCATTERED && VARLEN), "packed sequences have none of these");
 
 // ---------------------------------------------------------------------------------------------- consumers
@@ -47,16 +56,24 @@ struct Consumer {
   float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1;
   Tile tile;
   int count, index;   // key blocks before this tile; tiles before it
-  float slope;        // ALIBI: of this head, over unit
+  float slope0, slope1, shift0, shift1;  // ALIBI: of the rows' heads, over unit; what the thread's scores still lack
   int block;          // SKIPPING: the key block of s
-  u32 hidden, seen;   // MASK, SEGMENTS: bit i: s[i]; SCATTERED: bit 2 x + z: some of the thread's rows sees column 8 x + z
-  u32 bias[BIAS == 2 ? BLOCK_N / 2 : BLOCK_N / 4];
+  bool whole;         // SKIPPING: mask and segments hide nothing of it
+  u32 shown0, shown1, seen;  // SCATTERED: bit 2 x + z: the row (some row of the thread) sees its column 8 x + z
+  u32 bias[BIAS == 2 ? BLOCK_N / 2 : BLOCK_N / 4];  // BIAS without BIAS_TILES
   DropoutKey key;
 
   __device__ __forceinline__ int lane() const { return tid & 31; }
-  __device__ __forceinline__ int row(const Tile& t) const {  // the thread's first row in the entry
+  __device__ __forceinline__ int line() const { return wg * 64 + (tid >> 5) * 16 + ((tid & 31) >> 2); }  // first row in the tile
+  __device__ __forceinline__ int row(const Tile& t) const {  // and in the entry
+    if (SPLIT) return t.m * TILE_ROWS + (line() & (TILE_ROWS - 1));
     return t.m * BLOCK_M + wg * 64 + (tid >> 5) * 16 + ((tid & 31) >> 2);
   }
+  // The warpgroup's first diagonal, and how far down its last one is.
+  __device__ __forceinline__ int top_of(const Tile& t) const {
+    return t.m * TILE_ROWS + (SPLIT ? wg * 64 & (TILE_ROWS - 1) : wg * 64) + t.offset;
+  }
+  __device__ __forceinline__ int height() const { return SPLIT ? min(63, TILE_ROWS - 1) : 63; }
   __device__ __forceinline__ void wait_k(int i) { mbarrier_wait(sh.k_full + 8 * (i % STAGES), (i / STAGES) & 1); }
   __device__ __forceinline__ void wait_v(int i) { mbarrier_wait(sh.v_full + 8 * (i % STAGES), (i / STAGES) & 1); }
   __device__ __forceinline__ void release_k(int i) { mbarrier_arrive_if(sh.k_empty + 8 * (i % STAGES), lane() == 0); }
@@ -107,11 +124,22 @@ struct Consumer {
     for (int i = 0; i < BLOCK_N / 2; i++) s[i] = tanh_approx(s[i] * cap_scale);
 #endif
   }
+  // A key at distance d from the row's diagonal loses slope * |d|. Where all of the warpgroup's rows have a block on one side,
+  // |d| is a row's distance to the thread's first column, `shift0` and `shift1`, and a constant: one instruction a score.
   __device__ __forceinline__ void add_alibi(int n) {
 #if ALIBI
-    const float d0 = (float)(row(tile) + tile.offset - n * BLOCK_N - 2 * (lane() & 3)), d1 = d0 + 8.f;
+    const float d0 = (float)(row(tile) + tile.offset - n * BLOCK_N - 2 * (lane() & 3)), d1 = d0 + (float)ROW_GAP;
+    const int above = top_of(tile) - n * BLOCK_N;  // the first diagonal, from the block's first key
+    shift0 = shift1 = 0.f;
+    if (!NATURAL && (above >= BLOCK_N - 1 || above <= -height())) {
+      const float sign = above >= 0 ? 1.f : -1.f, a = sign * slope0, b = sign * slope1;
+      shift0 = -a * d0, shift1 = -b * d1;
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++) s[i] -= slope * fabsf((i & 2 ? d1 : d0) - (8 * (i >> 2) + (i & 1)));
+      for (int i = 0; i < BLOCK_N / 2; i++) s[i] += (i & 2 ? b : a) * (float)(8 * (i >> 2) + (i & 1));
+    } else {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; i++) s[i] -= (i & 2 ? slope1 : slope0) * fabsf((i & 2 ? d1 : d0) - (8 * (i >> 2) + (i & 1)));
+    }
 #endif
   }
   // PRESET: hidden scores start as -infinity, the others as 0, and the product is added: no branch between product and
@@ -126,9 +154,9 @@ struct Consumer {
     int high0 = tile.kv_len - 1 - base, high1 = high0;
     if (HAS_RIGHT) {
       high0 = min(high0, diagonal + (int)p.window_right - base);
-      high1 = min(high1, diagonal + 8 + (int)p.window_right - base);
+      high1 = min(high1, diagonal + ROW_GAP + (int)p.window_right - base);
     }
-    const int low0 = diagonal - (int)p.window_left - base, low1 = low0 + 8;
+    const int low0 = diagonal - (int)p.window_left - base, low1 = low0 + ROW_GAP;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i++) {
       const int column = 8 * (i >> 2) + (i & 1);
@@ -136,51 +164,46 @@ struct Consumer {
       if (HAS_LEFT && column < (i & 2 ? low1 : low0)) s[i] = NEG_INF;
     }
   }
-  // What bias, mask and segments say of the thread's scores of block n: into `bias` and `hidden`, while products run.
+  // What bias, mask and segments say of the thread's scores of block n: into `bias`, `shown0` and `shown1`, while products run.
   __device__ __forceinline__ void load_operands(const Tile& t, int n) {
 #if SCATTERED
-    const int column = n * BLOCK_N + 2 * (lane() & 3), columns = t.kv_len - column;  // columns from the thread's first on
-    hidden = 0;
+    const int i = row(t), column = n * BLOCK_N + 2 * (lane() & 3);
+    [[maybe_unused]] const int columns = t.kv_len - column;  // from the thread's first on
+    shown0 = i < t.q_len ? ALL_SEEN : 0;
+    shown1 = i + 8 < t.q_len ? ALL_SEEN : 0;
+#if BIAS && !BIAS_TILES
+    const BiasElement* b = (const BiasElement*)p.bias + t.batch * p.bias_stride_b + t.head * p.bias_stride_h +
+                           i * p.bias_stride_q + column * (PAIRS ? 1 : p.bias_stride_k);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int i = row(t) + 8 * half;
-      const bool inside = i < t.q_len;
-      if (!inside) hidden |= 0x33333333u << (2 * half);
-#if BIAS
-      const BiasElement* b = (const BiasElement*)p.bias + t.batch * p.bias_stride_b + t.head * p.bias_stride_h +
-                             i * p.bias_stride_q + column * (PAIRS ? 1 : p.bias_stride_k);
+    for (int x = 0; x < BLOCK_N / 8; x++) {
+      load_bias(b, x, 0, shown0 && 8 * x < columns, shown0 && 8 * x + 1 < columns);
+      load_bias(b + 8 * p.bias_stride_q, x, 1, shown1 && 8 * x < columns, shown1 && 8 * x + 1 < columns);
+    }
+#endif
+#if SKIPPING
+    if (whole) return;
 #endif
 #if MASK
-      const u8* m = p.mask + t.batch * p.mask_stride_b + t.head * p.mask_stride_h + i * p.mask_stride_q +
-                    column * (PAIRS ? 1 : p.mask_stride_k);
+    const u32* bits = (const u32*)p.scratch + t.batch * p.mask_stride_b + t.head * p.mask_stride_h + t.m * p.mask_stride_q +
+                      n * p.mask_stride_k + line() * (int)p.aux7 + (lane() & 3);
+    shown0 &= bits[0];
+    shown1 &= bits[8 * (int)p.aux7];
 #endif
 #if SEGMENTS
-      const int mine = inside ? p.q_segment_ids[t.batch * p.seqlen_q + i] : 0;
-      const int* ids = p.kv_segment_ids + t.batch * p.seqlen_kv + column;
-#endif
+    const int mine0 = shown0 ? p.q_segment_ids[t.batch * p.seqlen_q + i] : 0;
+    const int mine1 = shown1 ? p.q_segment_ids[t.batch * p.seqlen_q + i + 8] : 0;
+    const int* ids = p.kv_segment_ids + t.batch * p.seqlen_kv + column;
 #pragma unroll
-      for (int x = 0; x < BLOCK_N / 8; x++) {
-        const bool first = inside && 8 * x < columns, second = inside && 8 * x + 1 < columns;
-#if BIAS
-        load_bias(b, x, half, first, second);
-#endif
-#if MASK
-        u32 seen = 0;
-        if (PAIRS) {
-          if (first) seen = *(const u16*)(m + 8 * x);
-        } else {
-          if (first) seen = m[8 * x * p.mask_stride_k];
-          if (second) seen |= (u32)m[(8 * x + 1) * p.mask_stride_k] << 8;
-        }
-        if (!(seen & 0x00ff)) hidden |= 1u << (4 * x + 2 * half);
-        if (!(seen & 0xff00)) hidden |= 2u << (4 * x + 2 * half);
-#endif
-#if SEGMENTS
-        if (first && ids[8 * x] != mine) hidden |= 1u << (4 * x + 2 * half);
-        if (second && ids[8 * x + 1] != mine) hidden |= 2u << (4 * x + 2 * half);
-#endif
+    for (int x = 0; x < BLOCK_N / 8; x++) {
+#pragma unroll
+      for (int z = 0; z < 2; z++) {
+        if (8 * x + z >= columns) continue;
+        const int id = ids[8 * x + z];
+        if (id != mine0) shown0 &= ~(1u << (2 * x + z));
+        if (id != mine1) shown1 &= ~(1u << (2 * x + z));
       }
     }
+#endif
 #endif
   }
 #if BIAS == 1
@@ -209,56 +232,119 @@ struct Consumer {
     bias[4 * x + 2 * half + 1] = __float_as_uint(pair.y);
   }
 #endif
-  __device__ __forceinline__ void apply_operands() {
 #if BIAS
+  // Of s[4 x .. 4 x + 7], columns 8 x to 8 x + 15. BIAS_TILES: out of shared memory, stage i of K; what ldmatrix hands out
+  // lies as scores do. `least` becomes -infinity where a bias is.
+  __device__ __forceinline__ void get_bias(int i, int x, float (&values)[8], u32 (&least)[2]) const {
+#if BIAS == 1
+    u32 pairs[4];
+#if BIAS_TILES
+    const int chunk = x + (lane() >> 4);  // of 8 columns
+    ldmatrix_x4(sh.bias + (i % STAGES) * BIAS_BYTES + (x >> 3) * (BLOCK_M * 128) + (wg * 64 + warp * 16 + (lane() & 15)) * 128 +
+                    (((chunk & 7) ^ (lane() & 7)) << 4),
+                pairs[0], pairs[1], pairs[2], pairs[3]);
+#endif
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i += 2) {
-      const float2 b = BIAS == 1 ? unpack_half2(bias[i / 2]) : make_float2(__uint_as_float(bias[i]), __uint_as_float(bias[i + 1]));
-      s[i] = b.x == NEG_INF ? NEG_INF : s[i] * unit + b.x;  // a select: s may be NaN where the bias hides
-      s[i + 1] = b.y == NEG_INF ? NEG_INF : s[i + 1] * unit + b.y;
+    for (int j = 0; j < 4; j++) {
+      if (!BIAS_TILES) pairs[j] = bias[2 * x + j];
+      least[j & 1] = min_half2(least[j & 1], pairs[j]);
+      const float2 pair = unpack_half2(pairs[j]);
+      values[2 * j] = pair.x, values[2 * j + 1] = pair.y;
+    }
+#else
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      values[j] = __uint_as_float(bias[4 * x + j]);
+      least[j & 1] = __float_as_uint(fminf(__uint_as_float(least[j & 1]), values[j]));
     }
 #endif
-#if SCATTERED
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++)
-      if (hidden >> i & 1) s[i] = NEG_INF;
-#endif
   }
-  __device__ __forceinline__ void transform(int n, bool masked) {
+  __device__ __forceinline__ static bool is_low(u32 least) {
+    if (BIAS == 2) return __uint_as_float(least) == NEG_INF;
+    const float2 pair = unpack_half2(least);
+    return fminf(pair.x, pair.y) == NEG_INF;
+  }
+  // Scores in natural units with the bias. Where it is -infinity it hides whatever the score is (NaN, too).
+  __device__ __forceinline__ void add_bias(int i) {
+    float values[8];
+    u32 least[2] = {0, 0};
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 8; x += 2) {
+      get_bias(i, x, values, least);
+#pragma unroll
+      for (int j = 0; j < 8; j++) s[4 * x + j] = s[4 * x + j] * unit + values[j];
+    }
+    if (!__any_sync(~0u, is_low(least[0]) || is_low(least[1]))) return;
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 8; x += 2) {
+      get_bias(i, x, values, least);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (values[j] == NEG_INF) (j & 2 ? shown1 : shown0) &= ~(1u << (2 * x + (j >> 2) * 2 + (j & 1)));
+    }
+  }
+#endif
+  // What is hidden becomes -infinity. Returns whether anything of the warp's is.
+  __device__ __forceinline__ bool hide_scattered() {
+    bool some = false;
+#if SCATTERED
+    some = __any_sync(~0u, (shown0 & shown1) != ALL_SEEN);
+    if (some) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; i++)
+        if (!((i & 2 ? shown1 : shown0) >> (i / 4 * 2 + i % 2) & 1)) s[i] = NEG_INF;
+    }
+#endif
+    return some;
+  }
+  // The scores of key block n, which is in stage i.
+  __device__ __forceinline__ void transform(int i, int n, bool edge) {
     cap();
     add_alibi(n);
-    apply_operands();
-    if (masked) hide(n);
-    note_seen();
+#if BIAS
+    add_bias(i);
+#endif
+    if (BIAS_TILES) release_k(i);
+    const bool some = hide_scattered();
+    if (edge) hide(n);
+    note_seen(edge, some);
   }
 
   // SCATTERED: a V row that no row of the tile sees becomes zeros: 0 * NaN is NaN. Every warp notes which keys its rows
-  // see; once all have, each warpgroup writes the zeros, the same ones, before its own reads.
+  // see. One that sees all need not wait for the others: there is nothing to clean, and they find that out as well.
+  // Otherwise, once all have, each warpgroup writes the zeros, the same ones, before its own reads.
   __device__ __forceinline__ u32 over_rows(u32 x) const {
     x |= __shfl_xor_sync(~0u, x, 4);
     x |= __shfl_xor_sync(~0u, x, 8);
     return x | __shfl_xor_sync(~0u, x, 16);
   }
-  __device__ __forceinline__ void note_seen() {
+  __device__ __forceinline__ void note_seen(bool edge, bool some) {
 #if SCATTERED
-    seen = 0;
+    seen = some ? shown0 | shown1 : ALL_SEEN;
+    if (edge) {
+      seen = 0;
 #pragma unroll
-    for (int x = 0; x < BLOCK_N / 8; x++) {
-      if (s[4 * x] != NEG_INF || s[4 * x + 2] != NEG_INF) seen |= 1u << (2 * x);
-      if (s[4 * x + 1] != NEG_INF || s[4 * x + 3] != NEG_INF) seen |= 2u << (2 * x);
+      for (int x = 0; x < BLOCK_N / 8; x++) {
+        if (s[4 * x] != NEG_INF || s[4 * x + 2] != NEG_INF) seen |= 1u << (2 * x);
+        if (s[4 * x + 1] != NEG_INF || s[4 * x + 3] != NEG_INF) seen |= 2u << (2 * x);
+      }
     }
 #endif
   }
   __device__ __forceinline__ void clean_unseen(int i) {
 #if SCATTERED
-    const u32 words = sh.seen + (i & 1) * (4 * NUM_WG * 16), all = (1u << (BLOCK_N / 4)) - 1;
+    const int slot = i % SEEN_SLOTS;
+    const u32 words = sh.seen + slot * (4 * NUM_WG * 16), full = sh.seen_full + 8 * slot;
     const u32 mine = over_rows(seen);
     if (lane() < 4) shared_store(words + (wg * 4 + warp) * 16 + 4 * lane(), mine);
-    barrier_sync(7, 128 * NUM_WG);
+    __syncwarp();
+    mbarrier_arrive_if(full, lane() == 0);
+    if (__all_sync(~0u, mine == ALL_SEEN)) return;
+    mbarrier_wait(full, (i / SEEN_SLOTS) & 1);
     u32 word = 0;
     for (int x = lane() >> 2; x < 4 * NUM_WG; x += 8) word |= shared_load(words + x * 16 + 4 * (lane() & 3));
     word = over_rows(word);
-    if (__all_sync(~0u, word == all)) return;
+    if (__all_sync(~0u, word == ALL_SEEN)) return;
     wait_v(i);
     const u32 base = sh.v + (i % STAGES) * V_BYTES + (lane() >> 3) * (BLOCK_N * 128) + (lane() & 7) * 16;
 #pragma unroll 1
@@ -297,7 +383,8 @@ struct Consumer {
   __device__ __forceinline__ void row_max(bool masked, bool first) {
     const float old0 = max0, old1 = max1;
     float a = NEG_INF, b = NEG_INF;
-    if (first) max0 = max1 = NEG_INF, sum0 = sum1 = 0.f, shrink0 = shrink1 = 1.f;
+    if (ALIBI || first) max0 = max1 = NEG_INF;
+    if (first) sum0 = sum1 = 0.f, shrink0 = shrink1 = 1.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i += 8) {
       max0 = fmaxf(max0, fmaxf(s[i], s[i + 1]));
@@ -307,6 +394,8 @@ struct Consumer {
     }
     max0 = fmaxf(max0, a);
     max1 = fmaxf(max1, b);
+    if (ALIBI) max0 += shift0, max1 += shift1;
+    if (ALIBI && !first) max0 = fmaxf(max0, old0), max1 = fmaxf(max1, old1);
     max0 = fmaxf(max0, __shfl_xor_sync(~0u, max0, 1));
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 1));
     max0 = fmaxf(max0, __shfl_xor_sync(~0u, max0, 2));
@@ -322,6 +411,7 @@ struct Consumer {
       shrink1 = weight(old1, sub1);
     }
     if (!first) sum0 *= shrink0, sum1 *= shrink1;
+    if (ALIBI) sub0 -= shift0 * scale, sub1 -= shift1 * scale;
   }
   // Of scores [from, to), multiples of 8.
   __device__ __forceinline__ void exponentials(int from = 0, int to = BLOCK_N / 2) {
@@ -363,7 +453,7 @@ struct Consumer {
     shared_load_v4(slot, a, b, c, d);
     t.m = uniform(a), t.head = uniform(b), t.batch = uniform(c), t.q_start = uniform(d);
     shared_load_v4(slot + 16, a, b, c, d);
-    t.first = uniform(a), t.last = uniform(b), t.live = SKIPPING ? uniform(c) : 0;
+    t.first = uniform(a), t.last = uniform(b), t.live = SKIPPING ? uniform(c) : 0, t.part = SPLIT ? uniform(d) : 0;
 #if VARIABLE
     shared_load_v4(slot + 32, a, b, c, d);
     t.q_len = uniform(a), t.kv_len = uniform(b), t.offset = uniform(c);
@@ -372,11 +462,17 @@ struct Consumer {
 #endif
     return t;
   }
+  // SPLIT: of a row of the tile; rows beyond the tile's heads take the last one.
+  __device__ __forceinline__ int head_of(const Tile& t, int line) const {
+    return min(t.head + (line >> (int)p.aux5), (int)p.heads_q - 1);
+  }
   __device__ __forceinline__ void enter(const Tile& t) {
     tile = t;
     if (DROPOUT) key = dropout_key(p, t.batch, t.head);
 #if ALIBI
-    slope = ((const float*)p.alibi_slopes)[t.batch * p.alibi_slopes_stride_b + t.head] / unit;
+    const float* slopes = (const float*)p.alibi_slopes + t.batch * p.alibi_slopes_stride_b;
+    slope0 = slope1 = slopes[t.head] / unit;
+    if (SPLIT) slope0 = slopes[head_of(t, line())] / unit, slope1 = slopes[head_of(t, line() + 8)] / unit;
 #endif
   }
 
@@ -420,7 +516,11 @@ struct Consumer {
     const int r = row(t);
     float inverse0, inverse1, lse0, lse1;
     normalise(t, r, m0, l0, inverse0, lse0);
-    normalise(t, r + 8, m1, l1, inverse1, lse1);
+    normalise(t, r + ROW_GAP, m1, l1, inverse1, lse1);
+#if SPLIT
+    store_part(t, line(), r, inverse0, lse0, 0);
+    store_part(t, line() + 8, r + ROW_GAP, inverse1, lse1, 2);
+#else
 #pragma unroll
     for (int x = 0; x < HEAD_DIM_V / 4; x++) {  // rounded in place: the packed pair takes the first float's register
       const float inverse = x & 1 ? inverse1 : inverse0;
@@ -437,13 +537,14 @@ struct Consumer {
       if (r < rows) lse[r] = lse0;
       if (r + 8 < rows) lse[r + 8] = lse1;
     }
+#endif
   }
   // NOTE: rounding is spelled out: a tile ends here or, as a block's last, in another copy of this code, and which of the
   // two is up to the counter; the same row must give the same bits.
   __device__ __forceinline__ void normalise(const Tile& t, int r, float m, float l, float& inverse, float& lse) {
     if (!NATURAL) m = __fmul_rn(m, __fmul_rn(scale, LN2));
     float shrink = DROPOUT ? (float)p.dropout_scale : 1.f;
-#if SINKS
+#if SINKS && !SPLIT
     if (l > 0.f) {
       const float sink = ((const float*)p.sinks)[t.head], top = fmaxf(m, sink), weight = exp2_approx(__fmul_rn(m - top, LOG2E));
       l = __fmaf_rn(l, weight, exp2_approx(__fmul_rn(sink - top, LOG2E)));
@@ -454,6 +555,20 @@ struct Consumer {
     const bool empty = l == 0.f || (VARIABLE && r >= t.q_len);
     inverse = empty ? 0.f : __fdividef(shrink, l);
     lse = empty ? NEG_INF : __fmaf_rn(log2_approx(l), LN2, m);
+  }
+  // SPLIT: a row's share as float32, (part, batch, head, row, column) and, behind all of them, LSE.
+  __device__ __forceinline__ void store_part(const Tile& t, int line, int r, float inverse, float lse, int register0) {
+    const int group = (int)(p.heads_q / p.heads_kv), member = t.head % group + (line >> (int)p.aux5);
+    if (line >> (int)p.aux5 >= (int)p.aux6 || member >= group || r >= (int)p.seqlen_q) return;
+    const i64 rows = p.batch * p.heads_q * p.seqlen_q;
+    const i64 at = t.part * rows + (t.batch * p.heads_q + t.head + (line >> (int)p.aux5)) * p.seqlen_q + r;
+    float* to = (float*)p.scratch + at * p.head_dim_v + 2 * (lane() & 3);
+#pragma unroll
+    for (int x = 0; x < HEAD_DIM_V / 8; x++) {
+      const float a = o[4 * x + register0] * inverse, b = o[4 * x + register0 + 1] * inverse;
+      if (8 * x < (int)p.head_dim_v) *(float2*)(to + 8 * x) = inverse == 0.f ? make_float2(0.f, 0.f) : make_float2(a, b);
+    }
+    if ((lane() & 3) == 0) ((float*)p.scratch)[p.aux4 * rows * p.head_dim_v + at] = lse;
   }
   __device__ __forceinline__ u32 packed(int x) { return __float_as_uint(o[x]); }
 
@@ -521,7 +636,9 @@ struct Consumer {
   // ---- the pipeline
   // SKIPPING: the producer says which key block it is; else n. NOTE: before K is released.
   __device__ __forceinline__ void find_block(int i, int n) {
-    block = SKIPPING ? (int)shared_load(sh.block + 4 * (i % STAGES)) : n;
+    const u32 word = SKIPPING ? shared_load(sh.block + 4 * (i % STAGES)) : 2 * n;
+    block = SKIPPING ? (int)(word >> 1) : n;
+    whole = word & 1;
   }
   // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
   __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n, bool masked = false) {
@@ -541,14 +658,14 @@ struct Consumer {
     load_operands(t, block);
     wgmma_wait<1>();
     touch(s);
-    release_k(s_block);
+    if (!BIAS_TILES) release_k(s_block);
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
     issue_both(i, index % Q_BUFFERS, tile, tile.first - b, masked);
     release_q(b == tile.blocks() - 1);
-    transform(block, !PRESET && masked);
-    row_max(PRESET || masked, false);
+    transform(i, block, !PRESET && (SKIPPING && LOOP_MASKS ? crossed(block) : masked));
+    row_max(PRESET || SCATTERED || masked, false);
     exponentials(0, 8 * EARLY_EXPS);
     touch(s);
     if (POLL) wait_k(i + 1);  // always comes: this tile's, the next one's first, or the producer's last arrival
@@ -561,20 +678,22 @@ struct Consumer {
     if (!LATE_RESCALE) rescale();
     clean_unseen(i);
   }
-  // The tile's first block alone.
-  __device__ __forceinline__ void open(const Tile& t) {
-    enter(t);
-    wait_k(count);
+  // The tile's first block alone: its product, and what follows.
+  __device__ __forceinline__ void open_product(const Tile& t, int i, int q) {
+    wait_k(i);
     touch(s);
     wgmma_fence();
-    issue_qk(count, index % Q_BUFFERS);
-    find_block(count, tile.first);
-    load_operands(tile, block);
+    issue_qk(i, q % Q_BUFFERS);
+    find_block(i, t.first);
+    load_operands(t, block);
+  }
+  __device__ __forceinline__ void open(const Tile& t) {
+    enter(t);
     wgmma_wait<0>();
     touch(s);
-    release_k(count);
+    if (!BIAS_TILES) release_k(count);
     release_q(tile.blocks() == 1);
-    transform(block, true);
+    transform(count, block, true);
     row_max(true, true);
     exponentials();
     drop(block);
@@ -584,8 +703,8 @@ struct Consumer {
     clear();
     clean_high_end();
   }
-  // The tile's last P V alone.
-  __device__ __forceinline__ void close() {
+  // The tile's last P V alone: the product, and what follows.
+  __device__ __forceinline__ void close_product() {
     const int i = count + tile.blocks() - 1;
     clean_low_end();
     wait_v(i);
@@ -593,10 +712,18 @@ struct Consumer {
     if (LATE_RESCALE) rescale();
     wgmma_fence();
     issue_pv(i);
-    wgmma_wait<0>();
+  }
+  template <int IN_FLIGHT = 0> __device__ __forceinline__ void close() {
+    wgmma_wait<IN_FLIGHT>();
     touch(o);
-    release_v(i);
+    release_v(count + tile.blocks() - 1);
     finish(tile, index, max0, max1, sum0, sum1);
+  }
+  // SKIPPING: whether a mask's edge crosses key block n of the warpgroup's rows.
+  __device__ __forceinline__ bool crossed(int n) const {
+    const int top = top_of(tile);
+    if (HAS_RIGHT && (n + 1) * BLOCK_N > min(tile.kv_len, top + (int)p.window_right + 1)) return true;
+    return HAS_LEFT && n * BLOCK_N < top + height() - (int)p.window_left;
   }
   __device__ __forceinline__ bool first_masked() const {
     return HAS_RIGHT || HAS_LEFT || VARIABLE || SCATTERED || p.seqlen_kv % BLOCK_N != 0;
@@ -606,15 +733,15 @@ struct Consumer {
   __device__ __forceinline__ void walk() {
     const int blocks = tile.blocks();
 #if LOOP_MASKS
-    const int top = tile.m * BLOCK_M + wg * 64 + tile.offset;  // the warpgroup's first diagonal
+    const int top = top_of(tile);
     int clean = 1, low = blocks;  // first block below the upper edge, first that the lower edge crosses
     if (HAS_RIGHT) clean = tile.first + 1 - min(tile.kv_len, top + (int)p.window_right + 1) / BLOCK_N;
-    if (HAS_LEFT) low = tile.first + 1 - (max(0, top + 63 - (int)p.window_left) + BLOCK_N - 1) / BLOCK_N;
+    if (HAS_LEFT) low = tile.first + 1 - (max(0, top + height() - (int)p.window_left) + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
-    for (int b = 1; b < blocks; b++) step(b, SCATTERED || b < clean || b >= low);
+    for (int b = 1; b < blocks; b++) step(b, b < clean || b >= low);
 #else
 #pragma unroll 1
-    for (int b = 1; b < blocks; b++) step(b, SCATTERED);
+    for (int b = 1; b < blocks; b++) step(b, false);
 #endif
   }
   // From this tile to the next: the next one's first S beside the last P V of this one.
@@ -625,7 +752,7 @@ struct Consumer {
     issue_both(i, (index + 1) % Q_BUFFERS, next, next.first);
     const float m0 = max0, m1 = max1, l0 = sum0, l1 = sum1;
     enter(next);
-    transform(block, first_masked());
+    transform(i, block, first_masked());
     row_max(first_masked(), true);
     touch(s);
     if (POLL) wait_v(i);  // comes before the producer waits for anything that this step releases
@@ -647,6 +774,7 @@ struct Consumer {
     index = count = 0;
     const Tile first = receive(0);
     if (none(first)) return;
+    open_product(first, 0, 0);
     open(first);
 #pragma unroll 1
     for (;;) {
@@ -657,13 +785,29 @@ struct Consumer {
         if (none(next)) break;
         cross(next);
       } else {
+#if OVERLAP_ENDS
+        // the next tile's first S runs while O leaves; after the last tile, of whatever lies there
+        const int i = count + tile.blocks();
+        close_product();
+        mbarrier_wait(sh.q_full, (index + 1) & 1);
+        open_product(tile, i, 0);
+        close<1>();
+        const Tile next = receive(++index);
+        count = uniform(i);
+        if (none(next)) return wgmma_wait<0>();
+        open(next);
+#else
+        close_product();
         close();
         count = uniform(count + tile.blocks());
         const Tile next = receive(++index);
         if (none(next)) return;
+        open_product(next, count, index);
         open(next);
+#endif
       }
     }
+    close_product();
     close();
     if (lane() == 0) bulk_wait_read<0>();
   }
@@ -672,7 +816,12 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     fwd_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q, const __grid_constant__ TMap map_k,
-             const __grid_constant__ TMap map_v, const __grid_constant__ TMap map_out) {
+             const __grid_constant__ TMap map_v, const __grid_constant__ TMap map_out
+#if BIAS_TILES
+             ,
+             const __grid_constant__ TMap map_bias
+#endif
+    ) {
   extern __shared__ unsigned char memory[];
   const Shared sh = shared_layout(shared_address(memory));
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // uniform
@@ -682,7 +831,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (NUM_WG > 1) registers_give<NUM_WG == 3 ? 32 : SKIPPING ? 56 : 40>();
     if (threadIdx.x == 0) {
       tma_prefetch(&map_q), tma_prefetch(&map_k), tma_prefetch(&map_v), tma_prefetch(&map_out);
-      Producer producer{p, sh, &map_q, &map_k, &map_v, (int)(p.heads_q / p.heads_kv)};
+#if !BIAS_TILES
+      const TMap& map_bias = map_q;  // not looked at
+#endif
+      Producer producer{p, sh, &map_q, &map_k, &map_v, &map_bias, (int)(p.heads_q / p.heads_kv)};
       producer.run();
     }
   } else {

@@ -5,7 +5,7 @@
 
 // A key in a visited block may be hidden from every row, wherever it lies.
 #define SCATTERED (MASK || SEGMENTS || BIAS)
-// Key blocks in which mask and segments leave nothing are left out, by live_tiles.cu's bitmap.
+// Key blocks in which mask and segments leave nothing are left out, by fwd_sm90_mask.cu's bitmap.
 #define SKIPPING (MASK || SEGMENTS)
 
 #define NUM_WG (BLOCK_M / 64)
@@ -16,21 +16,27 @@
 #define V_BYTES (BLOCK_N * 128 * SLABS_V)
 #define Q_LOAD_BYTES (BLOCK_M * 128 * SLABS)
 #define Q_BYTES (BLOCK_M * 128 * (STAGED && SLABS_V > SLABS ? SLABS_V : SLABS))
+#define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
 #define SLOT_BYTES 48
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
 #define STAGED (Q_BUFFERS > 1)
+#define SEEN_SLOTS (STAGES + 1)  // no warp comes back to a slot before all are done with it: V's stages hold it back
+#define ALL_SEEN (~0u >> (32 - BLOCK_N / 4))
 #define NEG_INF __int_as_float(0xff800000)
+// Query rows of one head in a tile. SPLIT: a power of two, and the tile holds several heads of a group, one below the other.
+#define TILE_ROWS (SPLIT ? 1 << (int)p.aux5 : BLOCK_M)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 // A key block that no map holds: arrives as zeros. Stands for the key range of rows that see nothing.
 #define EMPTY_BLOCK ((1 << 30) / BLOCK_N + 1)
 
 static_assert(Q_BUFFERS == 1 || Q_BUFFERS == 3, "the last output may still be leaving when the next Q comes");
+static_assert(!SPLIT || !(STAGED || VARLEN || SCATTERED || DROPOUT || LPT), "parts leave from the registers; rows of one head each");
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
 
 // ---------------------------------------------------------------------------------------------- shared memory
 struct Shared {  // addresses
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen, seen_full, bias;
 };
 
 __device__ __forceinline__ Shared shared_layout(u32 base) {
@@ -38,9 +44,11 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
   sh.q = (base + 1023) & ~1023u;
   sh.k = sh.q + Q_BUFFERS * Q_BYTES;
   sh.v = sh.k + STAGES * K_BYTES;
-  sh.slot = sh.v + STAGES * V_BYTES;  // what the producer says about the tile in each Q buffer
-  sh.seen = sh.slot + SLOT_BYTES * Q_BUFFERS;  // SCATTERED: two sets of a word for each lane of a quad and warp
-  sh.q_full = sh.seen + (SCATTERED ? 2 * 4 * NUM_WG * 16 : 0);
+  sh.bias = sh.v + STAGES * V_BYTES;      // BIAS_TILES: slabs of 64 columns, in K's stages
+  sh.slot = sh.bias + STAGES * BIAS_BYTES;  // what the producer says about the tile in each Q buffer
+  sh.seen = sh.slot + SLOT_BYTES * Q_BUFFERS;  // SCATTERED: in each slot, a word for each lane of a quad and warp
+  sh.seen_full = sh.seen + (SCATTERED ? SEEN_SLOTS * 4 * NUM_WG * 16 : 0);
+  sh.q_full = sh.seen_full + (SCATTERED ? 8 * SEEN_SLOTS : 0);
   sh.q_empty = sh.q_full + 8 * Q_BUFFERS;
   sh.k_full = sh.q_empty + 8 * Q_BUFFERS;
   sh.k_empty = sh.k_full + 8 * STAGES;
@@ -61,6 +69,7 @@ __device__ __forceinline__ void init_barriers(const Shared& sh) {
     mbarrier_init(sh.k_empty + 8 * i, 4 * NUM_WG);
     mbarrier_init(sh.v_empty + 8 * i, 4 * NUM_WG);
   }
+  for (int i = 0; SCATTERED && i < SEEN_SLOTS; i++) mbarrier_init(sh.seen_full + 8 * i, 4 * NUM_WG);
   mbarrier_init_fence();
 }
 
@@ -71,14 +80,15 @@ struct Tile {
   int first, last;             // key blocks, walked downward from first to last
   int live;                    // SKIPPING: how many of them are visited
   int q_len, kv_len, offset;   // of the entry; row i's diagonal is key i + offset
+  int part;                    // SPLIT: which of the parts that the key blocks are cut into
   __device__ __forceinline__ int blocks() const { return SKIPPING ? live : first - last + 1; }
   // keys that the tile's rows can see: [low_key, high_key)
   __device__ __forceinline__ int high_key(const Params& p) const {
-    int rows = min((m + 1) * BLOCK_M, q_len);
+    int rows = min((m + 1) * TILE_ROWS, q_len);
     return HAS_RIGHT ? min(kv_len, rows + offset + (int)p.window_right) : kv_len;
   }
   __device__ __forceinline__ int low_key(const Params& p) const {
-    return HAS_LEFT ? max(0, m * BLOCK_M + offset - (int)p.window_left) : 0;
+    return HAS_LEFT ? max(0, m * TILE_ROWS + offset - (int)p.window_left) : 0;
   }
 };
 
@@ -103,9 +113,13 @@ __device__ __forceinline__ void read_entry(const Params& p, Tile& tile) {
 #endif
 }
 
-// The words of a tile's row of the bitmap (live_tiles.cu): bit n % 32 of word n / 32 for key block n.
+// The words of a tile's row of the bitmap (fwd_sm90_mask.cu): bit n % 32 of word n / 32 for key block n. Behind those of blocks
+// with something to see come as many of blocks in which nothing is hidden.
 __device__ __forceinline__ const u32* live_row(const Params& p, const Tile& tile) {
   return p.live_tiles + tile.batch * p.aux4 + tile.head * p.aux5 + tile.m * p.aux6;
+}
+__device__ __forceinline__ bool whole_block(const Params& p, const Tile& tile, int n) {
+  return live_row(p, tile)[(int)p.aux6 / 2 + (n >> 5)] >> (n & 31) & 1;
 }
 // The next key block to visit below n.
 __device__ __forceinline__ int block_below(const Params& p, const Tile& tile, int n) {
@@ -134,7 +148,17 @@ __device__ __forceinline__ void skip_dead(const Params& p, Tile& tile) {
     tile.first = top, tile.live = live;
 }
 
+// SPLIT: the blocks of a tile's part, of the n that the parts share evenly.
+__device__ __forceinline__ void take_part(const Params& p, Tile& tile) {
+  if (tile.first == EMPTY_BLOCK) return;
+  const int n = tile.first - tile.last + 1, parts = (int)p.aux4, from = n * tile.part / parts, to = n * (tile.part + 1) / parts;
+  tile.last = tile.first - to + 1;
+  tile.first -= from;
+  if (from == to) tile.first = tile.last = EMPTY_BLOCK;
+}
+
 // Tile r of an entry or, without VARLEN, of all entries. LPT: rows from the last one on, inside sections of aux1 heads.
+// SPLIT: tiles of the same keys follow each other.
 __device__ __forceinline__ void decode_tile(const Params& p, int r, Tile& tile) {
   const int heads = (int)p.heads_q;
 #if VARLEN
@@ -153,17 +177,26 @@ __device__ __forceinline__ void decode_tile(const Params& p, int r, Tile& tile) 
   head = r / blocks;
   tile.m = r - head * blocks;
 #endif
-#if !VARLEN
+#if SPLIT
+  const int group = heads / (int)p.heads_kv, width = (int)p.aux6, head_blocks = (group + width - 1) / width;
+  const int parts = (int)p.aux4, all = head / parts;  // KV head of all entries
+  tile.part = head - all * parts;
+  tile.batch = all / (int)p.heads_kv;
+  head = (all - tile.batch * (int)p.heads_kv) * group + tile.m % head_blocks * width;
+  tile.m /= head_blocks;
+  read_entry(p, tile);
+#elif !VARLEN
   tile.batch = head / heads;
   head -= tile.batch * heads;
   read_entry(p, tile);
 #endif
   tile.head = head;
   const int high = tile.high_key(p), low = tile.low_key(p);
-  const bool empty = high <= low || tile.m * BLOCK_M >= tile.q_len;
+  const bool empty = high <= low || tile.m * TILE_ROWS >= tile.q_len;
   tile.first = empty ? EMPTY_BLOCK : (high - 1) / BLOCK_N;
   tile.last = empty ? EMPTY_BLOCK : low / BLOCK_N;
   if (SKIPPING) skip_dead(p, tile);
+  if (SPLIT) take_part(p, tile);
 }
 
 // Hands tiles out; only the producer's issuing thread has one. `request` as late as its latency allows: tiles taken long
@@ -211,14 +244,14 @@ struct Scheduler {
 struct Producer {
   const Params& p;
   const Shared& sh;
-  const TMap *map_q, *map_k, *map_v;
+  const TMap *map_q, *map_k, *map_v, *map_bias;
   int group;
 
-  template <int SLAB_COUNT>
+  template <int SLAB_COUNT, int MORE_BYTES = 0>
   __device__ __forceinline__ void load(const TMap* map, u32 base, u32 full, u32 empty, int count, const Tile& tile, int n) {
     const int stage = count % STAGES, head = tile.head / group, batch = VARLEN ? 0 : tile.batch;
     mbarrier_wait(empty + 8 * stage, ((count / STAGES) & 1) ^ 1);
-    mbarrier_expect(full + 8 * stage, BLOCK_N * 128 * SLAB_COUNT);
+    mbarrier_expect(full + 8 * stage, BLOCK_N * 128 * SLAB_COUNT + MORE_BYTES);
 #pragma unroll
     for (int x = 0; x < SLAB_COUNT; x++)
       tma_load(base + stage * (BLOCK_N * 128 * SLAB_COUNT) + x * BLOCK_N * 128, map, 64 * x, tile.k_start + n * BLOCK_N, head, batch,
@@ -227,9 +260,16 @@ struct Producer {
   __device__ __forceinline__ void load_k(int count, const Tile& tile, int n) {
     if (SKIPPING) {
       mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
-      shared_store(sh.block + 4 * (count % STAGES), n);
+      shared_store(sh.block + 4 * (count % STAGES), 2 * n + (n == EMPTY_BLOCK || whole_block(p, tile, n)));
     }
-    load<SLABS>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
+    load<SLABS, BIAS_BYTES>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
+#if BIAS_TILES
+    const int head = p.bias_stride_h ? tile.head : 0, batch = p.bias_stride_b ? tile.batch : 0;
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 64; x++)
+      tma_load(sh.bias + count % STAGES * BIAS_BYTES + x * (BLOCK_M * 128), map_bias, n * BLOCK_N + 64 * x, tile.m * BLOCK_M, head,
+               batch, sh.k_full + 8 * (count % STAGES));
+#endif
   }
   __device__ __forceinline__ void load_v(int count, const Tile& tile, int n) {
     load<SLABS_V>(map_v, sh.v, sh.v_full, sh.v_empty, count, tile, n);
@@ -240,15 +280,15 @@ struct Producer {
     const u32 slot = sh.slot + SLOT_BYTES * buffer, full = sh.q_full + 8 * buffer;
     mbarrier_wait(sh.q_empty + 8 * buffer, ((i / Q_BUFFERS) & 1) ^ 1);
     shared_store_v4(slot, any ? tile.m : -1, tile.head, tile.batch, tile.q_start);
-    shared_store_v4(slot + 16, tile.first, tile.last, tile.live, 0);
+    shared_store_v4(slot + 16, tile.first, tile.last, tile.live, SPLIT ? tile.part : 0);
 #if VARIABLE
     shared_store_v4(slot + 32, tile.q_len, tile.kv_len, tile.offset, 0);
 #endif
     if (!any) return mbarrier_arrive(full);
-    mbarrier_expect(full, Q_LOAD_BYTES);
+    mbarrier_expect(full, SPLIT ? TILE_ROWS * (int)p.aux6 * 128 * SLABS : Q_LOAD_BYTES);
 #pragma unroll
     for (int x = 0; x < SLABS; x++)
-      tma_load(sh.q + buffer * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, tile.q_start + tile.m * BLOCK_M, tile.head,
+      tma_load(sh.q + buffer * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, tile.q_start + tile.m * TILE_ROWS, tile.head,
                VARLEN ? 0 : tile.batch, full);
   }
   // K(0) of the next tile, or, after the last tile, the arrival that ends the consumers' last poll.

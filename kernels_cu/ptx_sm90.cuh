@@ -44,6 +44,12 @@ __device__ __forceinline__ u32 pack_half2(float lo, float hi) {
   asm("cvt.rn." PACK_TYPE ".f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
+// The lesser of each half; of a number and NaN the number.
+__device__ __forceinline__ u32 min_half2(u32 x, u32 y) {
+  u32 r;
+  asm("min." PACK_TYPE " %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
 __device__ __forceinline__ float2 unpack_half2(u32 x) {
 #if DTYPE == 1
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));

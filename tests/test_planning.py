@@ -65,6 +65,15 @@ def test_the_roofline_has_two_sides() -> None:
     assert decode.seconds == decode.memory_bytes / 4800e9
 
 
+def test_a_plan_says_how_keys_are_cut() -> None:
+    query, keys = shaped((1, 1, 32, 128), "bfloat16"), shaped((1, 32768, 8, 128), "bfloat16")
+    cut = planning.plan(query, keys, keys, device="H200", compile_kernels=False)
+    assert [use.name for use in cut.kernels] == ["fwd_sm90", "fwd_merge"]
+    assert (cut.kernels[0].parts, cut.kernels[0].heads) == (16, 4)
+    whole = planning.plan(keys, keys, keys, device="H200", compile_kernels=False)
+    assert [(use.name, use.parts) for use in whole.kernels] == [("fwd_sm90", None)]
+
+
 def test_residency_is_the_scarcest_resource() -> None:
     a100 = planning.find_device("a100")
     assert planning._residency(a100, 128, 0, 64) == (8, "registers")

@@ -15,6 +15,7 @@ from cuattn.spec import AttentionSpec, Operand, Signature, bind, row_major
 DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 200, 256)
 # bytes stored and loaded by the producer thread (32 registers with three consumer warpgroups), once a tile
 PRODUCER_SPILLS = 192
+SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 
 
 def spec_of(
@@ -22,6 +23,7 @@ def spec_of(
     head_dim_v: int | None = None,
     dtype: str = "bfloat16",
     seqlen: int = 1000,
+    extra: tuple[str, ...] = (),
     **options: Any,
 ) -> AttentionSpec:
     def signature(*shape: int) -> Signature:
@@ -34,6 +36,17 @@ def spec_of(
     }
     if "dropout_p" in options:
         arrays["dropout_seed"] = Signature("int64", (5,), (1,))
+    scores = (2, 4, seqlen, seqlen)
+    operands = {
+        "bias": (dtype, scores),
+        "mask": ("bool", (1, 1, *scores[2:])),
+        "alibi_slopes": ("float32", (4,)),
+        "q_segment_ids": ("int32", (2, seqlen)),
+        "kv_segment_ids": ("int32", (2, seqlen)),
+    }
+    for name in extra:
+        kind, shape = operands[name]
+        arrays[name] = Signature(kind, shape, row_major(shape))
     return bind(arrays, **options)
 
 
@@ -127,6 +140,11 @@ def test_maps_hold_visible_keys_only() -> None:
         ("packed", packed_spec(128, causal=True)),
         ("few rows", spec_of(causal=True)),
         ("dropout", long_spec(dropout_p=0.1)),
+        ("bias", long_spec(extra=("bias",))),
+        ("bias of 64", long_spec(64, extra=("bias",), causal=True)),
+        ("mask", long_spec(extra=("mask",), causal=True)),
+        ("segments", long_spec(extra=SEGMENTS)),
+        ("alibi", long_spec(extra=("alibi_slopes",), causal=True)),
         ("64", long_spec(64)),
         ("64 causal", long_spec(64, causal=True)),
         ("96", long_spec(96)),
@@ -148,3 +166,28 @@ def test_ptxas_neither_serialises_nor_spills(name: str, spec: AttentionSpec) -> 
         found = jit.build(step.kernel, 90)
         assert found.warnings == ()
         assert found.spill_bytes <= PRODUCER_SPILLS
+
+
+def test_scores_with_operands() -> None:
+    """TMA brings a 16-bit bias whose rows allow it; a pass ahead packs masks and marks tiles for segments."""
+    bias = sm90.forward(long_spec(extra=("bias",)), H200)
+    assert [m.buffer for m in bias.steps[-1].tensor_maps] == ["q", "k", "v", "out", "bias"]
+    odd = sm90.forward(spec_of(seqlen=4999, extra=("bias",)), H200)
+    assert len(odd.steps[-1].tensor_maps) == 4
+    masked = sm90.forward(long_spec(extra=("mask", *SEGMENTS)), H200)
+    assert [getattr(s, "buffer", None) or s.kernel.source for s in masked.steps][:2] == [
+        "live_tiles",
+        "fwd_sm90_mask",
+    ]
+    sizes = {b.name: b.shape[0] for b in masked.workspace}
+    rows, words = -(-5000 // 128) * 128, 4 * -(-5000 // 128)
+    assert sizes["mask_bits"] == rows * words  # of one head and entry: the mask has one
+    for spec in (long_spec(extra=("bias",)), long_spec(64, extra=("bias", "mask")), spec_of(extra=("bias",))):
+        assert sm90.tile(spec, H200).shared_memory <= H200.shared_memory_per_block
+
+
+def test_a_mask_of_keys_is_packed_once() -> None:
+    spec = long_spec(extra=("mask",))
+    keys = replace(spec, mask=Operand("bool", spec.mask.shape, (5000, 0, 0, 1)))
+    (bits,) = (b for b in sm90.forward(keys, H200).workspace if b.name == "mask_bits")
+    assert bits.shape == (2 * 4 * -(-5000 // 128),)

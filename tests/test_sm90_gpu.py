@@ -251,6 +251,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mask": {"mask": (2, 4, "sq", "sk")},
     "mask of keys": {"mask": (2, 1, 1, "sk")},
     "segments": {"segments": 3},
+    "documents": {"documents": 4},
+    "alibi": {"alibi": True},
     "dropout": {"dropout_p": 0.2},
     "everything": {
         "bias": ("dtype", (2, 4, "sq", "sk")),
@@ -285,6 +287,14 @@ def feature_arrays(
         ids["k"][:, sk // 3 : sk // 2] = 99
         arrays |= {"q_segment_ids": ids["q"], "kv_segment_ids": ids["k"]}
         seen &= (ids["q"][:, :, None] == ids["k"][:, None, :])[:, None]
+    if "documents" in what:
+        ids = {
+            n: np.sort(rng.integers(0, what["documents"], (2, size[f"s{n}"])).astype(np.int32)) for n in "qk"
+        }
+        arrays |= {"q_segment_ids": ids["q"], "kv_segment_ids": ids["k"]}
+        seen &= (ids["q"][:, :, None] == ids["k"][:, None, :])[:, None]
+    if "alibi" in what:
+        arrays["alibi_slopes"] = np.linspace(0.02, 0.5, 4, dtype=np.float32)
     if causal:
         seen &= np.arange(sk)[None] <= np.arange(sq)[:, None] + sk - sq
     if "dropout_p" in what:
@@ -298,22 +308,34 @@ def feature_arrays(
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, head_dim: int, causal: bool) -> None:
     """As good as plain attention; then NaN goes wherever nothing looks, and no bit may change."""
-    for (sq, sk), batch in zip(((64, 64), (257, 300)), BATCHES, strict=True):
-        arrays, options, seen = feature_arrays(feature, sq, sk, head_dim, causal)
-        gpu = {n: cupy.asarray(x) for n, x in arrays.items()}
-        spec = spec_of(gpu, options, "bshd")
-        prepared = prepare(spec, batch)
-        found = run(prepared, gpu)
-        out, lse = reference.attention(spec, arrays)
-        own = reference.own_arithmetic(cases.NUMPY_DTYPES[spec.dtype])
-        bar = 2 * float(np.abs(reference.attention(spec, arrays, own)[0] - out).max()) + 1e-3
-        assert float(np.abs(found["out"].get().astype(np.float64) - out).max()) <= bar
-        got = found["lse"].get()
-        assert ((got == lse) | (np.abs(got - lse) <= 2e-3)).all()
-        hidden_q = ~seen.any(3).transpose(0, 2, 1)
-        hidden_k = ~seen.reshape(2, 2, 2, sq, sk).any((2, 3)).transpose(0, 2, 1)
-        for name in "qkv":
-            gpu[name][cupy.asarray(hidden_q if name == "q" else hidden_k)] = np.nan
-        again = run(prepared, gpu)
-        for name, x in found.items():
-            assert bool((x.view(cupy.uint8) == again[name].view(cupy.uint8)).all()), name
+    for (sq, sk), batch in (((64, 64), 1), ((257, 300), 1000), ((257, 300), 1), ((130, 259), 1000)):
+        check_feature(feature, sq, sk, head_dim, causal, batch)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("feature", ["bias", "mask", "mask of keys", "documents", "alibi", "dropout"])
+def test_features_over_many_blocks(feature: str, head_dim: int, causal: bool) -> None:
+    for batch in BATCHES:
+        check_feature(feature, 300, 4360, head_dim, causal, batch)
+
+
+def check_feature(feature: str, sq: int, sk: int, head_dim: int, causal: bool, batch: int) -> None:
+    arrays, options, seen = feature_arrays(feature, sq, sk, head_dim, causal)
+    gpu = {n: cupy.asarray(x) for n, x in arrays.items()}
+    spec = spec_of(gpu, options, "bshd")
+    prepared = prepare(spec, batch)
+    found = run(prepared, gpu)
+    out, lse = reference.attention(spec, arrays)
+    own = reference.own_arithmetic(cases.NUMPY_DTYPES[spec.dtype])
+    bar = 2 * float(np.abs(reference.attention(spec, arrays, own)[0] - out).max()) + 1e-3
+    assert float(np.abs(found["out"].get().astype(np.float64) - out).max()) <= bar
+    got = found["lse"].get()
+    assert ((got == lse) | (np.abs(got - lse) <= 2e-3)).all()
+    hidden_q = ~seen.any(3).transpose(0, 2, 1)
+    hidden_k = ~seen.reshape(2, 2, 2, sq, sk).any((2, 3)).transpose(0, 2, 1)
+    for name in "qkv":
+        gpu[name][cupy.asarray(hidden_q if name == "q" else hidden_k)] = np.nan
+    again = run(prepared, gpu)
+    for name, x in found.items():
+        assert bool((x.view(cupy.uint8) == again[name].view(cupy.uint8)).all()), name

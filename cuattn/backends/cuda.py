@@ -22,7 +22,7 @@ from ..errors import BackendUnavailable
 from ..program import Buffer, Launch, Memset, Program, TensorMap
 from ..spec import ITEMSIZE, AttentionSpec
 
-FORWARD = ("sm90", "mma", "wide")  # modules of cuattn.families, best first
+FORWARD = ("sm90_split", "sm90", "mma", "wide")  # modules of cuattn.families, best first
 BACKWARD = ("sm90_backward", "mma_backward", "wide_backward")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ALIGNMENT = 256  # of buffers inside one workspace allocation

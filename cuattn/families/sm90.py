@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from . import common
+from .sm90_mask import mask_pass
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -38,6 +39,8 @@ class Tile:
     schedule: int
     early_exps: int = 0
     late_rescale: int = 0
+    bias_tiles: int = 0
+    overlap_ends: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -45,8 +48,9 @@ class Tile:
         slab, slab_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         q = self.block_m * 128 * (max(slab, slab_v) if self.q_buffers > 1 else slab)
         kv = self.block_n * 128 * (slab + slab_v)
-        words = 128 * (self.block_m // 64)  # which keys each warp's rows see
-        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + 36) + words
+        words = (self.stages + 1) * (self.block_m + 8)  # which keys each warp's rows see
+        bias = 2 * self.block_m * self.block_n * self.bias_tiles
+        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + bias + 36) + words
 
     @property
     def threads(self) -> int:
@@ -76,18 +80,19 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
-    if _featured(spec):  # a thread's 32 scores are bits of a word
-        found = Tile(d, dv, 128, 64, 3, 3, 0, 1, COUNTER)
+    if _featured(spec):
+        found = _featured_tile(spec, d, dv, 64 if few else 128)
     elif max(d, dv) <= 128 and few:
         found = Tile(d, dv, 64, 128, 2, 3, 0, 1, COUNTER)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
         found = Tile(d, dv, 128, 128, 3, 3, 0, 1, COUNTER)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
-        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, int(equal), COUNTER)
+        early = 2 if spec.softcap > 0 else 0
+        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, int(equal), COUNTER, early_exps=early)
     elif max(d, dv) <= 128:
-        found = Tile(d, dv, 128, 128, 2, 3, 0, 1, COUNTER, early_exps=1)
+        found = Tile(d, dv, 128, 128, 2, 3, 0, 1, COUNTER, early_exps=int(spec.softcap == 0))
     elif dv <= 128 and d <= 192:
-        found = Tile(d, dv, 128, 128, 2, 1, 0, 1, COUNTER)  # no room for a second Q
+        found = Tile(d, dv, 128, 128, 2, 1, 0, 1, COUNTER, overlap_ends=int(equal))  # no room for a second Q
     elif max(d, dv) <= 192:
         found = Tile(d, dv, 128, 112, 2, 1, 0, 1, COUNTER)
     else:  # O alone takes 128 registers
@@ -95,6 +100,17 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     if equal or _tiles(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
     return found
+
+
+def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
+    """Scores with operands of their own: 160 registers of three warpgroups would be too few."""
+    wide = max(d, dv) > 64
+    if spec.bias is not None and spec.bias.dtype == "float32" and spec.mask is None and wide:
+        return Tile(d, dv, block_m, 64, 3, 3, 0, 1, COUNTER)  # 64 keys: half as many registers for the bias
+    # with 128 head dims a bias leaves room for one Q: in shared memory, or where it lies in registers, there
+    q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
+    stages = 3 if not wide and spec.bias is None else 2
+    return Tile(d, dv, block_m, 128, stages, q_buffers, 0, 1, COUNTER, bias_tiles=int(_bias_tiles(spec)))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -138,15 +154,37 @@ def _featured(spec: AttentionSpec) -> bool:
 
 
 def _pairs(spec: AttentionSpec) -> bool:
-    """Whether bias and mask can be read two columns at once."""
-    for operand, size in ((spec.bias, 2), (spec.mask, 1)):
-        if operand is None:
-            continue
-        size = 4 if operand.dtype == "float32" else size
-        odd = any(stride % 2 for stride in operand.strides[:3])
-        if operand.strides[3] != 1 or odd or operand.align < 2 * size or spec.seqlen_kv % 2:
-            return False
-    return True
+    """Whether the bias can be read two columns at once."""
+    bias = spec.bias
+    if bias is None or bias.strides[3] != 1 or spec.seqlen_kv % 2:
+        return False
+    size = 4 if bias.dtype == "float32" else 2
+    return bias.align >= 2 * size and all(stride % 2 == 0 for stride in bias.strides[:3])
+
+
+def _bias_tiles(spec: AttentionSpec) -> bool:
+    """Whether TMA can bring the bias: 16 bits, rows of its own that start on 16 bytes."""
+    bias = spec.bias
+    if bias is None or bias.dtype != spec.dtype or bias.align < 16:
+        return False
+    fit = all(0 <= stride * 2 < 1 << 40 and stride % 8 == 0 for stride in bias.strides[:3])
+    return fit and bias.strides[2] > 0 and bias.strides[3] == 1
+
+
+def _bias_map(spec: AttentionSpec, t: Tile) -> TensorMap:
+    """Map of the bias, axes along which it is broadcast kept once."""
+    bias = spec.bias
+    assert bias is not None
+    batch, heads, rows, columns = bias.shape
+    stride_b, stride_h, stride_q, _ = (2 * stride for stride in bias.strides)
+    return TensorMap(
+        buffer="bias",
+        dtype=bias.dtype,
+        dims=(columns, rows, heads if stride_h else 1, batch if stride_b else 1),
+        strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
+        box=(64, t.block_m, 1, 1),
+        swizzle=128,
+    )
 
 
 def _visible(spec: AttentionSpec) -> tuple[int, int]:
@@ -206,7 +244,8 @@ def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong, "POLL": t.poll}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
     found |= {"EARLY_EXPS": t.early_exps, "LATE_RESCALE": t.late_rescale}
-    found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "SPLIT": 0}
+    found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
+    found |= {"SPLIT": 0, "OVERLAP_ENDS": t.overlap_ends}
     return tuple(found.items())
 
 
@@ -251,34 +290,35 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
     rows = _visible(spec)
     inputs = common.operands(spec)
     words = _words(spec, t, tiles)
-    live = common.live_tiles(spec, t.block_m, t.block_n)
-    words |= {f"aux{4 + i}": live.words[f"aux{i}"] for i in range(3) if live.words}
-    workspace = list(live.workspace)
+    ahead = mask_pass(spec, t.block_m, t.block_n)
+    words |= ahead.words or {}
+    workspace = list(ahead.workspace)
     if t.schedule == COUNTER or spec.varlen:
         workspace.append(Buffer("semaphore", (2,), "int32"))
     if spec.varlen:
         workspace.append(Buffer("scratch", (2 * spec.batch + 1,), "int32"))
     counted = t.schedule == COUNTER or spec.varlen
-    names = ("out", "lse", *inputs[3:], *(b.name for b in workspace))
+    names = ("out", "lse", *inputs[3:], *(b.name for b in workspace if b not in ahead.workspace))
     launch = Launch(
         kernel=Kernel("fwd_sm90", "fwd_sm90", _defines(spec, t)),
         grid=(min(tiles, device.sm_count), 1, 1),
         block=t.threads,
         shared_memory=t.shared_memory,
         block_words=params.pack(words),
-        pointers=tuple((name, name) for name in names),
+        pointers=(*((name, name) for name in names), *ahead.pointers),
         tensor_maps=(
             tensor_map("q", spec.q, (0, spec.q.shape[2]), t.block_m),
             tensor_map("k", spec.k, rows, t.block_n),
             tensor_map("v", spec.v, rows, t.block_n),
             _out_map(spec),
+            *((_bias_map(spec, t),) if t.bias_tiles else ()),
         ),
         dependent=counted,
     )
-    ahead = (*common.tail(spec, device, "out", "lse"), *live.steps)
+    before = (*common.tail(spec, device, "out", "lse"), *ahead.steps)
     return Program(
         inputs=inputs,
         outputs=(Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, "float32")),
         workspace=tuple(workspace),
-        steps=(*ahead, *((_prepare(spec, t, words),) if counted else ()), launch),
+        steps=(*before, *((_prepare(spec, t, words),) if counted else ()), launch),
     )
