@@ -10,6 +10,7 @@ import pytest
 from cuattn import params
 from cuattn.device import A100, H200
 from cuattn.families import sm90
+from cuattn.program import Launch
 from cuattn.spec import AttentionSpec, Operand, Signature, bind, row_major
 
 DIMS = (8, 40, 64, 72, 96, 128, 136, 192, 200, 256)
@@ -163,6 +164,8 @@ def test_ptxas_neither_serialises_nor_spills(name: str, spec: AttentionSpec) -> 
     except Exception as fault:
         pytest.skip(f"no NVRTC: {fault}")
     for step in sm90.forward(spec, H200).steps:
+        if not isinstance(step, Launch):
+            continue
         found = jit.build(step.kernel, 90)
         assert found.warnings == ()
         assert found.spill_bytes <= PRODUCER_SPILLS
