@@ -240,6 +240,7 @@ def test_helpers_keep_off_the_callers_cpu() -> None:
         "    helpers = [t.native_id for t in threading.enumerate() if t.name == 'cuattn']\n"
         "    homes = [os.sched_getaffinity(h) for h in helpers]\n"
         "    assert sorted(map(tuple, homes)) == sorted((c,) for c in cpus - {cpu}), (cpu, homes)\n"
+        "    assert os.sched_getaffinity(0) == {cpu}\n"
         "    os.sched_setaffinity(0, cpus)\n"
     )
     if len(os.sched_getaffinity(0)) < 2:
@@ -402,6 +403,22 @@ def test_an_entry_is_kept_and_a_torn_one_made_again(
     assert cpu_code._object(SMALL) == code and compiled == [SMALL]
     assert cpu_code._object(SMALL) == code and len(compiled) == 1
     assert ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(cpu_code._load(SMALL, code))
+
+
+def test_long_entries_compile_side_by_side(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process makes the second one; where there is no such program, this one does."""
+    names, compiled, compile_ = [SMALL, "combine.float32"], [], cpu_code._compile
+    monkeypatch.setattr(cpu_code, "LONG", ("reduce", "combine"))
+    monkeypatch.setattr(cpu_code, "_addresses", {})
+    monkeypatch.setattr(cpu_code, "_compile", lambda name: compiled.append(name) or compile_(name))
+    assert all(cpu_code.host_entries(names)) and compiled == [SMALL]
+    kept = {path: path.read_bytes() for path in empty_cache.iterdir()}
+    assert len(kept) == 2
+    for path in kept:
+        path.unlink()
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(cpu_code, "_addresses", {})
+    assert all(cpu_code.host_entries(names)) and compiled == [SMALL, *names]
 
 
 def test_entries_depend_on_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from .cpu_native import (
     cond_signal,
     cond_wait,
     current_cpu,
+    get_affinity,
     get_i64,
     mutex_lock,
     mutex_unlock,
@@ -21,6 +22,7 @@ from .cpu_native import (
 )
 from .cpu_scores import jit
 from .cpu_team import (
+    ALONE,
     CALLER,
     CLAIMED,
     CPU_SET,
@@ -35,6 +37,7 @@ from .cpu_team import (
     PARKED,
     POSTS,
     PROGRESS,
+    SAVED,
     SLOT_JOB,
     SLOT_TICKETS,
     SLOT_USERS,
@@ -90,6 +93,26 @@ def _drain(job, team):
 
 
 @jit
+def _fill_set(cpus, cpu):
+    """The set of one CPU."""
+    for word in range(CPU_WORDS):
+        put_i64(cpus, word, 1 << cpu % 64 if word == cpu // 64 else 0)
+
+
+@jit
+def _stay(job):
+    """Keep the caller on the CPU it is on, which comes back; -1: of this team nobody is kept anywhere."""
+    cpu = current_cpu()
+    if get_i64(get_i64(job, TEAM), CALLER) < 0 or not 0 <= cpu < 64 * CPU_WORDS:
+        return -1
+    if not get_affinity(0, 8 * CPU_WORDS, job + 8 * SAVED):
+        return -1
+    _fill_set(job + 8 * ALONE, cpu)
+    set_affinity(0, 8 * CPU_WORDS, job + 8 * ALONE)
+    return cpu
+
+
+@jit
 def _make_way(team, cpu):
     """Send the helper on the caller's CPU to the one that the last caller left. The lock is held."""
     left = get_i64(team, CALLER)
@@ -98,17 +121,15 @@ def _make_way(team, cpu):
         home = team + 8 * (HOMES_AT + 2 * i)
         if get_i64(home, 1) == cpu:
             put_i64(home, 1, left)
-            for word in range(CPU_WORDS):
-                put_i64(team, CPU_SET + word, 1 << left % 64 if word == left // 64 else 0)
+            _fill_set(team + 8 * CPU_SET, left)
             set_affinity(get_i64(home, 0), 8 * CPU_WORDS, team + 8 * CPU_SET)
 
 
 @jit
-def _post(team, job, helpers):
+def _post(team, job, helpers, cpu):
     """Offer a job to so many helpers and wake those that sleep; the slot's address, 0 when all are taken."""
     mutex_lock(team + 8 * LOCK)
-    cpu = current_cpu()
-    if get_i64(team, CALLER) >= 0 and 0 <= cpu < 64 * CPU_WORDS and cpu != get_i64(team, CALLER):
+    if cpu >= 0 and cpu != get_i64(team, CALLER):
         _make_way(team, cpu)
     slot = team + 8 * SLOTS_AT
     end = slot + 8 * SLOTS * SLOT_WORDS
@@ -131,14 +152,8 @@ def _post(team, job, helpers):
 
 
 @jit
-def _run(job, helpers):
-    """The job on this thread and helpers; none of them looks at it any more in the end."""
-    team = get_i64(job, TEAM)
-    slot = _post(team, job, helpers)
-    if slot == 0:
-        _drain(job, 0)
-        return
-    _drain(job, team)
+def _dismiss(team, slot):
+    """Take a job back: no helper looks at it any more in the end."""
     mutex_lock(team + 8 * LOCK)
     put_i64(slot, SLOT_TICKETS, 0)
     mutex_unlock(team + 8 * LOCK)
@@ -146,6 +161,21 @@ def _run(job, helpers):
     mutex_lock(team + 8 * LOCK)
     put_i64(slot, SLOT_JOB, 0)
     mutex_unlock(team + 8 * LOCK)
+
+
+@jit
+def _run(job, helpers):
+    """The job on this thread and helpers; none of them looks at it any more in the end."""
+    team = get_i64(job, TEAM)
+    cpu = _stay(job)
+    slot = _post(team, job, helpers, cpu)
+    if slot == 0:
+        _drain(job, 0)
+    else:
+        _drain(job, team)
+        _dismiss(team, slot)
+    if cpu >= 0:
+        set_affinity(0, 8 * CPU_WORDS, job + 8 * SAVED)
 
 
 @jit

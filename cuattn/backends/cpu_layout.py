@@ -17,7 +17,7 @@ AUX_KEYS = "aux2"  # keys of a block, a multiple of 32
 AUX_PARTS = (
     "aux3"  # backward: parts that the query rows of a key/value head are dealt to; forward: blocks of a tile
 )
-AUX_WANTS = "aux4"  # backward: WANT_* bits
+AUX_WANTS = "aux4"  # backward: WANT_* bits; forward: whether long rows of all heads come first
 AUX_BIAS_KIND = "aux5"  # how bias and its gradient are stored: KIND_*
 AUX_TOTAL_Q = "aux6"  # packed sequences: rows of q in all
 KIND_REAL, KIND_FLOAT16, KIND_BFLOAT16, KIND_FLOAT32 = range(4)

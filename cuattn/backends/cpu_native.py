@@ -198,6 +198,20 @@ def current_cpu(ctx: Any) -> Any:
 
 
 @intrinsic
+def get_affinity(ctx: Any, thread: Any, size: Any, cpus: Any) -> Any:
+    """Store the set of CPUs that a thread may run on; whether that is known."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if not sys.platform.startswith("linux"):
+            return ir.Constant(I8, 0)
+        arguments = [b.trunc(args[0], I32), args[1], b.inttoptr(args[2], I8.as_pointer())]
+        found = b.icmp_signed("==", _libc(b, "sched_getaffinity", I32, arguments), ir.Constant(I32, 0))
+        return b.zext(found, I8)
+
+    return types.uint8(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def set_affinity(ctx: Any, thread: Any, size: Any, cpus: Any) -> Any:
     """Keep a thread, by its system's number, on a set of CPUs: ``size`` bytes at an address."""
 

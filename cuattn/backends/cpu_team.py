@@ -5,8 +5,8 @@ their own. Helpers are Python threads that enter compiled code (``cpu_drain.py``
 sleep on a condition outside of the GIL, and a job reaches them without Python. Whoever waits waits only for
 threads that are running, so callers on many threads cannot deadlock.
 
-A team as large as the machine keeps each helper on a CPU of its own and off the caller's: kernels that like
-to leave CPUs idle wake a helper where the caller runs, and the two take turns for tens of milliseconds.
+A team as large as the machine keeps each helper on a CPU of its own and the caller, during a job, on another:
+kernels that like to leave CPUs idle put the two on one, where they take turns for tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # A job
 STEPS, TEAM = 0, 1  # how many; address of the team that helps
-HEADER = 32
+SAVED, ALONE, CPU_WORDS = 8, 24, 16  # sets of 1024 CPUs: the caller's own, and the one it stays on meanwhile
+HEADER = 40
 STEP_WORDS = 32  # tiles, body, params in the first line; claimed, done in lines of their own
 TILES, FUNCTION, PARAMS, CLAIMED, DONE = 0, 1, 2, 8, 16
 # A team: POSIX objects of 16 words each, counters and slots in lines of their own
@@ -33,7 +34,7 @@ POSTS, PARKED = 48, 56  # jobs posted so far, helpers that sleep
 SLOTS_AT, SLOTS, SLOT_WORDS = 64, 64, 8  # jobs at once; a caller that finds no slot works alone
 SLOT_JOB, SLOT_TICKETS, SLOT_USERS = 0, 1, 2  # address; helpers that it still takes; -(those inside)
 CALLER, HOMES = 576, 577  # the CPU that the last caller ran on, -1: nobody is kept anywhere; helpers that are
-CPU_SET, CPU_WORDS = 584, 16  # room for a set of 1024 CPUs
+CPU_SET = 584  # room for a set
 HOMES_AT, MAX_HOMES = 600, 1023  # thread id and CPU of each
 TEAM_WORDS = HOMES_AT + 2 * MAX_HOMES
 Words = NDArray[np.int64]

@@ -62,9 +62,12 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
     def place(p, tile):
         """Batch entry, head, entry of the arrays, first row and number of rows of a tile."""
         rows, heads, length = get_i64(p, P.aux1), get_i64(p, P.heads_q), get_i64(p, P.seqlen_q)
-        blocks = (length + rows - 1) // rows
-        b, h = tile // (blocks * heads), tile // blocks % heads
-        first = (blocks - 1 - tile % blocks) * rows  # long causal rows first
+        blocks, pairs = (length + rows - 1) // rows, get_i64(p, P.batch) * heads
+        pair, after = tile // blocks, tile % blocks
+        if get_i64(p, P.aux4):
+            pair, after = tile % pairs, tile // pairs
+        b, h = pair // heads, pair % heads
+        first = (blocks - 1 - after) * rows  # long causal rows first
         if get_i64(p, P.cu_seqlens_q) == 0:
             return b, h, b, first, min(rows, length - first)
         q0, q_len, _, _, _ = entry(p, b)

@@ -49,6 +49,7 @@ SHARED_KEYS = 64  # keys of a block that several rows attend to: it stays in the
 DECODE_PART = 1024  # keys of a part at least
 SERIAL_WORK = 8.0e6  # below it (some 0.1 ms) waking helpers costs more than they bring
 TILE_WORK = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
+NEAR = 2 << 20  # elements of all keys and values: up to it the long rows of all heads come first, then short
 PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
 
@@ -157,7 +158,7 @@ def _forward_rows(spec: AttentionSpec, threads: int) -> int:
 
 
 def _work(spec: AttentionSpec) -> float:
-    """Floating-point operations of a forward; with few query rows, those that reading the keys takes as long as."""
+    """Floating-point operations of a forward; with few query rows, what reading the keys is worth."""
     keys = spec.seqlen_kv
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + 1)
@@ -195,10 +196,11 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
     outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
     blocks = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
     together = _together(spec, blocks, threads or thread_count())
+    near = spec.batch * spec.heads_kv * spec.seqlen_kv * (spec.head_dim + spec.head_dim_v) <= NEAR
     step = Host(
         _entry(spec, "forward", _has_features(spec)),
         -(-blocks // together),
-        params.pack(_common(spec, rows, keys) | {"aux3": together}),
+        params.pack(_common(spec, rows, keys) | {"aux3": together, "aux4": int(near)}),
         tuple((name, name) for name in (*inputs, "out", "lse")),
     )
     clear = (Memset("out"),) if spec.varlen else ()  # rows of no sequence
