@@ -20,63 +20,74 @@
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
 
 // ------------------------------------------------------------------------------------------------ dQ writers
-// How many key blocks are to have added to query block m before block n does: groups of aux4 key blocks (resident as a whole) one
-// after the other, within a group in the order in which its CTAs come by.
-__device__ __forceinline__ int turn_of(const Params& p, const Work& w, int m) {
-  const int blocks = ceil_div(w.seen.keys, BLOCK_N), width = (int)p.aux4, first = w.n / width * width;
-  int before = first, end = min(first + width, blocks), lead = end - 1;
-#if HAS_LEFT
-  before = max(0, first - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N);
+#define STORED (1 << 20)  // in a block's turns: its first sum is there
+
+// Whether nobody has added to a block before; otherwise waits until one may. Deterministic: key blocks take turns in their order.
+// `before` is what claim_turn found.
+__device__ __forceinline__ bool may_store(const Work& w, int m, int* turns, int before) {
+#if DETERMINISTIC
+  const int turn = HAS_LEFT ? w.n - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N : w.n;
+  if (turn > 0) wait_for_turn(turns, turn);
+  return turn == 0;
+#else
+  if (before > 0 && before < STORED) wait_for_turn(turns, STORED);
+  proxy_fence_global();
+  return before == 0;
 #endif
-#if HAS_RIGHT
-  lead = min(lead, (min(m * BLOCK_M + BLOCK_M, w.seen.rows) - 1 + w.seen.right) / BLOCK_N);
-#elif !HAS_LEFT
-  const int size = end - first;  // m_first of the group's CTAs lies spread over the query blocks
-  lead = first + ceil_div((m + 1) * size, w.m_end) - 1;
-  if (lead < w.n) lead += size;
-#endif
-  return before + lead - w.n;
 }
 
-// Adds warpgroup `part`'s half of each dQ tile to global memory. Who has the first turn stores, so that nothing needs to be zeroed;
-// the others wait for that, and in deterministic mode for their own turn.
+// Adds warpgroup `part`'s half of each dQ tile to global memory. Who comes first stores, so that nothing needs to be zeroed.
+// NOTE: waits for others only when its own sums are there and others know it, so that nobody waits for who waits.
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
-  const int group = (int)(p.heads_q / p.heads_kv);
+  const int group = group_of(p);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
   int left = group * w.blocks();
   if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
   dependency_wait();
+  int* pass = nullptr;  // turns to hand on when the last sum is there
   for (int g = 0; g < group; g++) {
-    const i64 sums = first_sum(p, w.seen, w.head_kv * group + g);
+    const int block = (int)(first_sum(p, w.seen, w.head_kv * group + g) / BLOCK_M);
     for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
-      float* dst = p.dq_accum + (sums + m * BLOCK_M) * D + part * (BLOCK_M * D / 2);
-      int* turns = p.semaphore + (sums / BLOCK_M + m) * 2 + part;
-      const int turn = turn_of(p, w, m);
-      if (lane == 0 && turn > 0) wait_for_turn(turns, DETERMINISTIC ? turn : 1);
+      const int half = 2 * (block + m) + part;
+      int* turns = p.semaphore + half;
+      bool store = false;
+      if (lane == 0) {
+        if (pass) {
+          const int before = DETERMINISTIC ? 0 : claim_turn(turns);  // comes while the last sum is awaited
+          bulk_wait<0>();
+          pass_turn(pass, DETERMINISTIC ? 1 : STORED);
+          store = may_store(w, m, turns, before);
+        } else {
+          store = may_store(w, m, turns, DETERMINISTIC ? 0 : claim_turn(turns));
+        }
+        pass = DETERMINISTIC || store ? turns : nullptr;
+      }
       barrier_sync(ID_DQ_FULL + part, 160);
       if (lane == 0) {
+        float* dst = p.dq_accum + (i64)half * (BLOCK_M * D / 2);
         proxy_fence();
-        if (turn > 0)
-          bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
-        else
+        if (store)
           bulk_store(dst, src, DQ_BYTES / 2);
+        else
+          bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
         bulk_commit();
         bulk_wait_read<0>();
       }
       __syncwarp();
       if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
-      if (lane == 0 && (DETERMINISTIC || turn == 0)) {
-        bulk_wait<0>();
-        pass_turn(turns);
-      }
     }
+  }
+  if (lane == 0) {
+    bulk_wait<0>();
+    if (pass) pass_turn(pass, DETERMINISTIC ? 1 : STORED);
+    pass_turn(slots_done(p, w.section), 1);
   }
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const int group = (int)(p.heads_q / p.heads_kv), steps = group * w.blocks();
+  const int group = group_of(p), steps = group * w.blocks();
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
   const float scale_log2 = softmax_scale * (float)LOG2E;
 #if TRANSFORM
@@ -323,10 +334,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  const Job job = job_of(p, blockIdx.x);
+  dependency_launch();
+  if (job.role != TILE) {
+    if (job.role != NOTHING) do_share(p, job, base);
+    return;
+  }
   if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
-  dependency_launch();
-  const Work w = work_of(p, blockIdx.x);
+  const Work w = work_of(p, job);
   if (w.n * BLOCK_N >= w.seen.keys) {
     hide(p, w);
     return;

@@ -2,9 +2,13 @@
 // Rows that see no key and keys that no row sees are left out of all tiles, so that what they hold cannot matter: the kernels
 // count visible rows and keys from 0 and write zeros for the others. No products, no shared memory here.
 //
-// The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query blocks and aux2 key blocks in the grid
-// for a head, those of zeros included; aux3 heads scheduled together; aux4 key blocks that take turns (deterministic);
-// aux5, aux6 rows of packed q and k.
+// A unit is a key/value head of one entry (of all packed sequences). The main kernel goes through the units a section at a time;
+// CTAs of its own turn the float32 sums of dQ into dQ a section behind, beside the products and out of the L2 (bwd_sm90_rows.cuh).
+// bwd_sm90_convert.cu does it for the last section.
+//
+// The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query slots of a head and aux2 key slots of a unit
+// (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if there is one section; aux5, aux6 rows of
+// packed q and k; aux7 where the sections' progress lies behind the turns.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
@@ -50,14 +54,51 @@ DEVICE i64 first_sum(const Params& p, const Visible& v, int head) {
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// ------------------------------------------------------------------------------------------------ units, sections, slots
+struct Unit {
+  int batch, head_kv;  // batch is 0 with VARLEN
+};
+DEVICE int units(const Params& p) { return (int)(VARLEN ? p.heads_kv : p.batch * p.heads_kv); }
+DEVICE Unit unit_of(const Params& p, int index) {
+  const int batch = VARLEN ? 0 : index / (int)p.heads_kv;
+  return {batch, index - batch * (int)p.heads_kv};
+}
+DEVICE int group_of(const Params& p) { return (int)p.heads_q / (int)p.heads_kv; }
+DEVICE int last_section(const Params& p) { return (units(p) - 1) / (int)p.aux3; }
+
+// How far a section is: shares of its sums set to zero (head dims above 128), and twice the key slots whose part of dQ is added. Set to
+// zero by bwd_sm90_delta.cu.
+DEVICE int* shares_cleared(const Params& p, int section) { return p.semaphore + p.aux7 + 2 * section; }
+DEVICE int* slots_done(const Params& p, int section) { return shares_cleared(p, section) + 1; }
+
+// The entry of a slot, and which of the entry's blocks it is.
+struct Slot {
+  int batch, block;
+};
+// Packed sequence b has the slots from starts[b] / block_rows + 2 b on (the first from 0): enough for visible rows and zeros, each
+// cut into blocks. By a whole warp.
+DEVICE Slot slot_of(const Params& p, const int* starts, int batch, int index, int block_rows) {
+#if VARLEN
+  int low = 0, high = (int)p.batch - 1;
+  while (low < high) {
+    const int step = ceil_div(high - low, 32), b = low + ((int)(threadIdx.x & 31) + 1) * step;
+    const bool before = b <= high && starts[b] / block_rows + 2 * b <= index;
+    low += step * __popc(__ballot_sync(~0u, before));
+    high = min(high, low + step - 1);
+  }
+  return {low, index - (low > 0 ? starts[low] / block_rows + 2 * low : 0)};
+#else
+  return {batch, index};
+#endif
+}
+
 // Zeros into rows [first, last) of a gradient, columns below `columns` (a multiple of 8), with THREADS threads.
 template <int THREADS>
 DEVICE void zero_rows(u16* to, i64 stride, i64 first, i64 last, int columns, int thread) {
-  const int pieces = columns / 8;
-  for (i64 i = thread; i < (last - first) * pieces; i += THREADS) {
-    const i64 row = i / pieces;
-    *(uint4*)(to + (first + row) * stride + (i - row * pieces) * 8) = make_uint4(0, 0, 0, 0);
-  }
+  const int pieces = columns / 8, at_once = THREADS / pieces;
+  if (thread >= at_once * pieces) return;
+  for (i64 row = first + thread / pieces; row < last; row += at_once)
+    *(uint4*)(to + row * stride + thread % pieces * 8) = make_uint4(0, 0, 0, 0);
 }
 
 // The zeros of the block that is number `block` of those with nothing visible. Of an entry's rows [0, total) the `visible` from
@@ -71,9 +112,9 @@ DEVICE void zero_hidden(u16* to, i64 stride, int columns, int block, int block_r
   zero_rows<THREADS>(to, stride, max(first, begin) + visible, last + visible, columns, thread);
 }
 
-// Zeros where a packed array's rows belong to no sequence; the first and the last sequence see to it. `to` is row 0 of all.
+// Zeros where a packed array's rows belong to no sequence. `to` is row 0 of all.
 template <int THREADS>
-DEVICE void zero_unowned(const Params& p, u16* to, i64 stride, int columns, int batch, const int* starts, i64 total, int thread) {
-  if (batch == 0) zero_rows<THREADS>(to, stride, 0, starts[0], columns, thread);
-  if (batch == p.batch - 1) zero_rows<THREADS>(to, stride, starts[p.batch], total, columns, thread);
+DEVICE void zero_unowned(const Params& p, u16* to, i64 stride, int columns, const int* starts, i64 total, int thread) {
+  zero_rows<THREADS>(to, stride, 0, starts[0], columns, thread);
+  zero_rows<THREADS>(to, stride, starts[p.batch], total, columns, thread);
 }

@@ -2,9 +2,10 @@
 // dV. A kernel defines BLOCK_M, BLOCK_N, STAGES (of Q), STAGES_DO, DS_TILES (tiles of dS or P) and DQ_BYTES (of a float32 dQ tile
 // in shared memory) first. No products here.
 #pragma once
-#include "bwd_sm90.cuh"
+#include "bwd_sm90_rows.cuh"
 
 #define CONSUMERS 2
+#define SPREAD 64  // key blocks of a head that begin at different query blocks
 #define THREADS (128 * (CONSUMERS + 1))
 
 #define D HEAD_DIM
@@ -34,6 +35,9 @@
 #define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
 #define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
 static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
+static_assert(STAGES == STAGES_DO, "one ring in the producer");
+#define SHARE_DEPTH 3  // pieces of dQ in flight for each warpgroup of a share
+static_assert(3 * SHARE_DEPTH * PIECE_BYTES <= S_LSE, "stages of a share of dQ");
 
 // Named barriers
 #define ID_DS 1                 // both warpgroups have stored dS
@@ -63,37 +67,76 @@ struct Ring {  // a stage and the parity of its barrier
   }
 };
 
-struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
-  Visible seen;
-  int head_kv, n, m_begin, m_end, m_first;
-  __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
-  __device__ __forceinline__ int after(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
+// What a CTA is there for. Every CTA waits for some of lower index alone, and those have been started before it.
+enum Role { TILE, SUMS_TO_DQ, CLEAR_SUMS, NOTHING };
+struct Job {
+  Role role;
+  int section, unit, index;  // key slot of the unit, or share of the section
 };
 
-__device__ __forceinline__ Work work_of(const Params& p, int index) {
-  const int key_blocks = (int)p.aux2, heads = (int)(p.batch * p.heads_kv);
-  Work w;
-  int head;
-#if HAS_RIGHT || HAS_LEFT  // heavy key blocks first, a section of heads (one L2-full) at a time
-  const int together = (int)p.aux3, section = index / (together * key_blocks), rest = index - section * together * key_blocks;
-  const int width = min(together, heads - section * together);
-  w.n = rest / width;
-  head = section * together + rest % width;
+__device__ __forceinline__ Job job_of(const Params& p, int index) {
+  const int together = (int)p.aux3, tiles = together * (int)p.aux2, shares = (int)p.aux4, clears = CLEARED ? shares : 0;
+  const int size = tiles + shares + clears, section = index / size, late = tiles - tiles / 4;
+  int i = index - section * size;
+  if (i < clears) return {section < last_section(p) ? CLEAR_SUMS : NOTHING, section + 1, 0, i};
+  i -= clears;
+  if (i >= late) {  // late, so that the section before is done; not last, since other CTAs may be shorter
+    if (i < late + shares) return {section > 0 ? SUMS_TO_DQ : NOTHING, section - 1, 0, i - late};
+    i -= shares;
+  }
+#if HAS_RIGHT || HAS_LEFT || DETERMINISTIC  // heavy key blocks first; no key block long before the one that has its turn next
+  const int unit = section * together + i % together, slot = i / together;
 #else
-  head = index / key_blocks;
-  w.n = index - head * key_blocks;
+  const int unit = section * together + i / (int)p.aux2, slot = i % (int)p.aux2;
 #endif
-  const int batch = head / (int)p.heads_kv;
-  w.head_kv = head - batch * (int)p.heads_kv;
-  w.seen = load_visible(p, batch);
+  return {unit < units(p) ? TILE : NOTHING, section, unit, slot};
+}
+
+// A share, by the whole CTA.
+__device__ __forceinline__ void do_share(const Params& p, const Job& job, u32 base) {
+  const int heads = (int)p.aux3 * group_of(p), slots = heads * (int)p.aux1, first = job.index * SHARE_SLOTS;
+  dependency_wait();
+  if (job.role == SUMS_TO_DQ) {
+    if ((threadIdx.x & 127) == 0) wait_for_turn(slots_done(p, job.section), 2 * (int)p.aux2 * (int)p.aux3);  // those who load
+    convert_slots<3, SHARE_DEPTH>(p, job.section, first, min(first + SHARE_SLOTS, slots), base, base + S_BAR);
+  } else {
+    const i64 before = (i64)job.section * heads * p.aux0, all = units(p) * group_of(p) * p.aux0;
+    const i64 rows = min((i64)heads * p.aux0, all - before), size = (rows + p.aux4 - 1) / p.aux4;
+    const i64 begin = before + min(job.index * size, rows), end = before + min((job.index + 1) * size, rows);
+    for (i64 i = begin * (HEAD_DIM / 4) + threadIdx.x; i < end * (HEAD_DIM / 4); i += THREADS)
+      ((float4*)p.dq_accum)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    __syncthreads();
+    if (threadIdx.x == 0) pass_turn(shares_cleared(p, job.section), 1);
+  }
+}
+
+struct Work {  // one CTA's: a key block and the query blocks [m_begin, m_end) that see it, taken from m_first on, around
+  Visible seen;
+  int section, head_kv, slot, n, m_begin, m_end, m_first;
+  __device__ __forceinline__ int blocks() const { return m_end - m_begin; }
+  __device__ __forceinline__ int after(int m) const {
+    if (DETERMINISTIC) return m == m_begin ? m_end - 1 : m - 1;
+    return m + 1 == m_end ? m_begin : m + 1;
+  }
+};
+
+__device__ __forceinline__ Work work_of(const Params& p, const Job& job) {
+  const Unit u = unit_of(p, job.unit);
+  const Slot s = slot_of(p, p.cu_seqlens_k, u.batch, job.index, BLOCK_N);
+  Work w;
+  w.section = job.section;
+  w.head_kv = u.head_kv;
+  w.slot = job.index;
+  w.n = s.block;
+  w.seen = load_visible(p, s.batch);
   const int first = w.n * BLOCK_N, last = min(first + BLOCK_N, w.seen.keys) - 1;
   const int row_begin = HAS_RIGHT ? max(0, first - w.seen.right) : 0;
   const int row_end = HAS_LEFT ? min(w.seen.rows, last - w.seen.left + 1) : w.seen.rows;
   w.m_begin = row_begin / BLOCK_M;
   w.m_end = max(w.m_begin, ceil_div(row_end, BLOCK_M));
-  w.m_first = w.m_begin;
-#if !HAS_RIGHT && !HAS_LEFT  // spread over the query blocks
-  const int width = (int)p.aux4, place = w.n % width, size = min(width, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
+  w.m_first = DETERMINISTIC ? w.m_end - 1 : w.m_begin;
+#if !HAS_RIGHT && !HAS_LEFT && !DETERMINISTIC  // spread over the query blocks, so that few CTAs add to one at a time
+  const int place = w.n % SPREAD, size = min(SPREAD, ceil_div(w.seen.keys, BLOCK_N) - w.n + place);
   w.m_first = place * w.m_end / size;
 #endif
   return w;
@@ -102,7 +145,7 @@ __device__ __forceinline__ Work work_of(const Params& p, int index) {
 // ------------------------------------------------------------------------------------------------ producer
 __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
                                         const TMap* map_do, const Work& w, u32 base) {
-  const int group = (int)(p.heads_q / p.heads_kv), batch = VARLEN ? 0 : w.seen.entry.batch;
+  const int group = group_of(p), batch = VARLEN ? 0 : w.seen.entry.batch;
   // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
   const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
   const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
@@ -114,29 +157,29 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
 #pragma unroll
   for (int x = 0; x < DV / 64; x++)
     tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
+  // NOTE: racecheck reports the bulk copies of LSE and delta against the consumers' reads, as it does for any ring of bulk copies: it
+  // does not see that they wait for the EMPTY barriers.
   dependency_wait();
-  Ring rq{0, 1}, rdo{0, 1};
+  Ring ring{0, 1};
   for (int g = 0; g < group; g++) {
     const int head = w.head_kv * group + g;
-    const i64 sums = first_sum(p, w.seen, head);
-    const float* lse = (const float*)p.scratch + sums;
-    const float* delta = (const float*)p.delta + sums;
+    const int block = (int)(first_sum(p, w.seen, head) / BLOCK_M);
     for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
-      const u32 full_q = base + BAR_Q_FULL + 8 * rq.stage, full_do = base + BAR_DO_FULL + 8 * rdo.stage;
-      mbarrier_wait(base + BAR_Q_EMPTY + 8 * rq.stage, rq.parity);
+      const i64 sums = (i64)(block + m) * BLOCK_M;
+      const u32 full_q = base + BAR_Q_FULL + 8 * ring.stage, full_do = base + BAR_DO_FULL + 8 * ring.stage;
+      mbarrier_wait(base + BAR_Q_EMPTY + 8 * ring.stage, ring.parity);
       mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < D / 64; x++)
-        tma_load(base + S_Q + rq.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
-      bulk_load(base + S_LSE + rq.stage * ROW_BYTES, lse + m * BLOCK_M, ROW_BYTES, full_q);
-      mbarrier_wait(base + BAR_DO_EMPTY + 8 * rdo.stage, rdo.parity);
+        tma_load(base + S_Q + ring.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
+      bulk_load(base + S_LSE + ring.stage * ROW_BYTES, (const float*)p.scratch + sums, ROW_BYTES, full_q);
+      mbarrier_wait(base + BAR_DO_EMPTY + 8 * ring.stage, ring.parity);
       mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < DV / 64; x++)
-        tma_load(base + S_DO + rdo.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
-      bulk_load(base + S_DELTA + rdo.stage * ROW_BYTES, delta + m * BLOCK_M, ROW_BYTES, full_do);
-      rq.next(STAGES);
-      rdo.next(STAGES_DO);
+        tma_load(base + S_DO + ring.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
+      bulk_load(base + S_DELTA + ring.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
+      ring.next(STAGES);
     }
   }
 }
@@ -180,7 +223,7 @@ __device__ __forceinline__ void zero_tail(u32 tile, int from, int part, int thre
 }
 #endif
 
-// Zeros for keys that nothing sees: key block `w.n` lies behind the visible ones.
+// Zeros for keys that nothing sees: block `w.n` of the keys lies behind the visible ones.
 __device__ __forceinline__ void hide(const Params& p, const Work& w) {
   dependency_wait();
   const Visible& v = w.seen;
@@ -193,11 +236,12 @@ __device__ __forceinline__ void hide(const Params& p, const Work& w) {
   zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
                        thread);
 #if VARLEN
-  if (w.n == p.aux2 - 1) {
-    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
-    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, v.entry.batch, p.cu_seqlens_k, p.aux6, thread);
+  if (w.slot == p.aux2 - 1) {
+    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, p.cu_seqlens_k, p.aux6, thread);
+    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, p.cu_seqlens_k, p.aux6, thread);
   }
 #endif
+  if (thread == 0) pass_turn(slots_done(p, w.section), 2);
 }
 
 // Barriers of all rings; a block barrier follows.

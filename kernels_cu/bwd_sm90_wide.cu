@@ -4,6 +4,7 @@
 //
 // Shared memory: K and V (64 keys), rings of Q with LSE and of dO with delta, two pairs of P and dS tiles.
 #define BLOCK_N 64
+#define RED_EARLY 8  // reductions of dQ before the next products are issued: those after need registers beside them
 #define DS_TILES 4
 #define DQ_BYTES 0
 #include "bwd_sm90_block.cuh"
@@ -22,7 +23,7 @@ __device__ __forceinline__ void add_gradient(float (&x)[64], u32 base16, u32 lef
 
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const int group = (int)(p.heads_q / p.heads_kv);
+  const int group = group_of(p);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
   const float scale_log2 = softmax_scale * (float)LOG2E;
   float dk[64], dv[64];
@@ -130,17 +131,18 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     touch(dq);
     float* sums = p.dq_accum + (first_sum(p, w.seen, head) + m * BLOCK_M) * D + part * (BLOCK_M * D / 2) + thread * 4;
 #pragma unroll
-    for (int i = 0; i < 16; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int i = 0; i < RED_EARLY; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     const Ring now = ring;
     m = w.after(m);
     if (m == w.m_first) head++;
     ring.next(STAGES);
-    if (!last) {
-      load(ring, m);
+    if (!last) load(ring, m);
+#pragma unroll
+    for (int i = RED_EARLY; i < 16; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    if (!last)
       wgmma_wait<1>();
-    } else {
+    else
       wgmma_wait<0>();
-    }
     touch(dk);
     touch(dv);
     if (lane == 0) {
@@ -150,13 +152,17 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     left--;
   };
 
+  if (part == 0 && thread == 0) {  // no sum before all are zero
+    dependency_wait();
+    if (w.section > 0) wait_for_turn(shares_cleared(p, w.section), (int)p.aux4);
+  }
+  barrier_sync(ID_DS, 256);
   mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
   mbarrier_wait(base + BAR_V, 0);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
-  dependency_wait();
   if (left > 0) {
     load(ring, m);
     int buffer = 0;
@@ -165,7 +171,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     step(buffer, True());
   }
 
+  dependency_wait();
   barrier_sync(ID_DS, 256);  // K and V are free
+  if (part == 0 && thread == 0) pass_turn(slots_done(p, w.section), 2);
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + key0 * p.dv_stride_s + part * 128;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + key0 * p.dk_stride_s + part * 128;
   const u32 stage = part * (2 * BLOCK_N * 128);
@@ -181,10 +189,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  const Job job = job_of(p, blockIdx.x);
+  dependency_launch();
+  if (job.role != TILE) {
+    if (job.role != NOTHING) do_share(p, job, base);
+    return;
+  }
   if (threadIdx.x == 0) init_barriers(base);
   __syncthreads();
-  dependency_launch();
-  const Work w = work_of(p, blockIdx.x);
+  const Work w = work_of(p, job);
   if (w.n * BLOCK_N >= w.seen.keys) {
     hide(p, w);
     return;

@@ -156,16 +156,28 @@ template <int N> __device__ __forceinline__ void bulk_wait_read() {
 template <int N> __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-// Turns that CTAs take with bulk writes to the same place: spin until `*turn` has come to `mine`; hand on when one's own are written.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+// Counters with which CTAs follow each other in writing to the same place, also by bulk copies: spin until `*turn` has come to `mine`;
+// count up when one's own writes are done.
+__device__ __forceinline__ int look_at_turn(const int* turn) {
   int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-  } while (now < mine);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  return now;
 }
-__device__ __forceinline__ void pass_turn(int* turn) {
-  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+// Orders ordinary and bulk accesses to global memory.
+__device__ __forceinline__ void proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+  while (look_at_turn(turn) < mine) {
+  }
+  proxy_fence_global();
+}
+__device__ __forceinline__ void pass_turn(int* turn, int by) {
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], %1;" ::"l"(turn), "r"(by) : "memory");
+}
+// Makes a 0 a 1, and returns what stood there. NOTE: not an addition, which ptxas shares among lanes and so waits for at once.
+__device__ __forceinline__ int claim_turn(int* turn) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(turn) : "memory");
+  return before;
 }
 // Four floats added to global memory, 16-byte aligned.
 __device__ __forceinline__ void reduce_add_f4(float* to, float a, float b, float c, float d) {

@@ -1,8 +1,8 @@
-"""Hopper's backward family without a GPU: its refusals, its tiles, its program, the turns that CTAs take."""
+"""Hopper's backward family without a GPU: its refusals, its tiles, its program, who waits for whom."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -144,40 +144,82 @@ def test_packed_sequences_start_on_a_block() -> None:
         assert end <= (at[b + 1] if b < 4 else rows)
 
 
-def turns(blocks_n: int, blocks_m: int, width: int) -> dict[int, list[tuple[int, int]]]:
-    """For each query block (turn, key block) of a full call: bwd_sm90.cu's turn_of in Python."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for m in range(blocks_m):
-        for n in range(blocks_n):
-            first = n // width * width
-            size = min(first + width, blocks_n) - first
-            lead = first + -(-((m + 1) * size) // blocks_m) - 1
-            if lead < n:
-                lead += size
-            found.setdefault(m, []).append((first + lead - n, n))
+def first_slots(starts: list[int], size: int) -> list[int]:
+    """bwd_sm90.cuh's slot_of in Python: the first slot of each packed sequence."""
+    return [b and start // size + 2 * b for b, start in enumerate(starts)]
+
+
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_packed_sequences_have_slots_enough(size: int) -> None:
+    """For visible rows and for zeros, each cut into blocks, wherever the sequences lie."""
+    spec = packed_spec()
+    begin = [*first_slots([3, 300, 301, 301, 600], size), family._slots(size, 900, 900, spec)]
+    for first, end, length in zip(begin[:-1], begin[1:], (297, 1, 0, 299, 300), strict=True):
+        for seen in range(length + 1):
+            assert -(-seen // size) + -(-(length - seen) // size) <= end - first
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What a CTA of the main kernel does: a unit's key slot, or a share of a section."""
+
+    role: str
+    where: int
+    index: int
+
+
+def ctas(together: int, tiles: int, shares: int, units: int, clears: bool, interleaved: bool) -> list[Cta]:
+    """bwd_sm90_block.cuh's job_of in Python, over the grid."""
+    found = []
+    sections, own = -(-units // together), together * tiles
+    late, cleared = own - own // 4, shares if clears else 0
+    for index in range(sections * (own + shares + cleared)):
+        section, i = divmod(index, own + shares + cleared)
+        if i < cleared:
+            found += [Cta("clear", section + 1, i)] * (section + 1 < sections)
+            continue
+        i -= cleared
+        if late <= i < late + shares:
+            found += [Cta("convert", section - 1, i - late)] * (section > 0)
+            continue
+        i -= shares if i >= late else 0
+        unit = section * together + (i % together if interleaved else i // tiles)
+        found += [Cta("tile", unit, i // together if interleaved else i % tiles)] * (unit < units)
     return found
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
 @pytest.mark.parametrize(
-    ("blocks_n", "blocks_m", "width"), [(8, 13, 64), (7, 3, 4), (9, 20, 4), (1, 5, 64), (5, 1, 2)]
+    ("together", "tiles", "shares", "units"), [(3, 4, 2, 9), (4, 5, 1, 10), (5, 3, 0, 5), (1, 7, 3, 4)]
 )
-def test_turns_are_a_permutation_and_never_a_cycle(blocks_n: int, blocks_m: int, width: int) -> None:
-    order = turns(blocks_n, blocks_m, width)
-    for taken in order.values():
-        assert sorted(turn for turn, _ in taken) == list(range(blocks_n))
-    # run it: a CTA goes through its query blocks in order and waits for its turn
-    place, done = dict.fromkeys(range(blocks_n), 0), dict.fromkeys(range(blocks_m), 0)
-    moved = True
-    while moved:
-        moved = False
-        for n in range(blocks_n):
-            first = n // width * width
-            size = min(first + width, blocks_n) - first
-            while place[n] < blocks_m:
-                m = ((n - first) * blocks_m // size + place[n]) % blocks_m
-                if {x: t for t, x in order[m]}[n] != done[m]:
-                    break
-                done[m] += 1
-                place[n] += 1
-                moved = True
-    assert all(x == blocks_m for x in place.values())
+def test_a_cta_waits_for_earlier_ones_alone(
+    together: int, tiles: int, shares: int, units: int, clears: bool, interleaved: bool
+) -> None:
+    order = ctas(together, tiles, shares, units, clears, interleaved)
+    at = {cta: i for i, cta in enumerate(order)}
+    sections = -(-units // together)
+    assert len(at) == len(order) == units * tiles + (sections - 1) * shares * (2 if clears else 1)
+    for unit in range(units):
+        mine = [at[Cta("tile", unit, n)] for n in range(tiles)]
+        assert mine == sorted(mine)  # deterministic turns: in key order
+        section = unit // together
+        if section > 0 and clears:
+            assert all(at[Cta("clear", section, i)] < mine[0] for i in range(shares))
+        if section < sections - 1:
+            assert all(at[Cta("convert", section, i)] > mine[-1] for i in range(shares))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections"), [((16, 16, 1024), 7), ((1, 16, 16384), 8), ((1, 2, 1024), 1), ((1, 1, 65536), 1)]
+)
+def test_sections_fill_the_gpu(shape: tuple[int, int, int], sections: int) -> None:
+    batch, heads, length = shape
+    signature = Signature("bfloat16", (batch, length, heads, 128), row_major((batch, length, heads, 128)))
+    spec = bind(dict.fromkeys("qkv", signature), causal=True)
+    words = family._words(spec, H200, family.tile_of(spec), spec.q)
+    found = family.sections_of(spec, H200, int(words["aux1"]), int(words["aux2"]))
+    assert found.count == sections
+    assert (found.shares == 0) == (sections == 1)
+    if sections > 1:
+        assert found.together * int(words["aux2"]) >= 1.5 * H200.sm_count

@@ -6,6 +6,7 @@ Pure: reads the spec, chooses tiles and grids, compiles and allocates nothing. T
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 THREADS = 384
 MUCH_MEMORY = 1 << 30  # bytes of dQ sums that may be mostly padding
-SECTION_BYTES = 40 << 20  # of one L2: heads whose key blocks are scheduled together
+SECTION_BYTES = 40 << 20  # of one L2: units whose key blocks are scheduled together
+SECTION_WAVES = 1.5  # of CTAs at least: the section before is then done
+SHARE_BYTES = 1 << 20  # of dQ sums that a CTA of the main kernel makes dQ
+SUM_ROWS = 2048  # divided by the head dim: rows of a warp's row sums; four warps a CTA
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +135,11 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     return row_begin, row_end, key_begin, key_end
 
 
-def _windowed(spec: AttentionSpec) -> bool:
-    """Whether key blocks differ in work: they are then scheduled heaviest first, heads interleaved."""
-    return common.hides_left(spec) or common.hides_right(spec)
-
-
-def _blocks(size: int, total: int, seen: int, variable: bool) -> int:
-    """Blocks of ``size`` rows in the grid for a head: whole ones of visible rows, then of zeros."""
-    if variable:
+def _slots(size: int, total: int, seen: int, spec: AttentionSpec) -> int:
+    """Slots of ``size`` rows: blocks of visible rows, then of zeros; for all packed sequences together."""
+    if spec.varlen:
+        return total // size + 2 * spec.batch + 1
+    if spec.variable:
         return -(-total // size) + 1
     return -(-seen // size) + -(-(total - seen) // size)
 
@@ -161,10 +162,36 @@ def tensor_map(name: str, operand: Operand, begin: int, end: int, rows: int) -> 
     )
 
 
-def _sections(spec: AttentionSpec) -> int:
-    """Key/value heads scheduled together: their Q, dO and dQ sums share the L2."""
-    per_head = spec.group * spec.seqlen_q * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
-    return 1 << max(0, (max(1, SECTION_BYTES // per_head)).bit_length() - 1)
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """How the main kernel goes through the units: key/value heads of an entry, or of all packed sequences."""
+
+    units: int
+    together: int  # units of a section
+    shares: int  # CTAs that make a section's sums dQ, or zero; 0 with a single section
+
+    @property
+    def count(self) -> int:
+        return -(-self.units // self.together)
+
+    @property
+    def left(self) -> int:
+        """Units of the last section, whose sums are left to the kernel after."""
+        return self.units - (self.count - 1) * self.together
+
+
+def sections_of(spec: AttentionSpec, device: Device, query_slots: int, key_slots: int) -> Sections:
+    """Sections that fill an L2, and the GPU ``SECTION_WAVES`` times."""
+    units = spec.heads_kv * (1 if spec.varlen else spec.batch)
+    rows = spec.total_q if spec.varlen else spec.seqlen_q
+    unit_bytes = spec.group * rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
+    enough = math.ceil(SECTION_WAVES * device.sm_count / max(1, key_slots))
+    together = min(units, max(1, enough, SECTION_BYTES // max(1, unit_bytes)))
+    together = -(-units // -(-units // together))  # sections alike
+    tile = tile_of(spec)
+    share_slots = SHARE_BYTES // (4 * tile.block_m * tile.head_dim)
+    shares = -(-together * spec.group * query_slots // share_slots)
+    return Sections(units, together, shares if together < units else 0)
 
 
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -184,7 +211,8 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
         Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
         Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
     ]
-    workspace.append(Buffer("turns", (sum_heads, sum_rows // tile.block_m, 2), "int32"))
+    units = spec.heads_kv * (1 if spec.varlen else spec.batch)  # not fewer than sections
+    workspace.append(Buffer("turns", (_turns(spec, tile.block_m) + 2 * units,), "int32"))
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
@@ -200,6 +228,11 @@ def sums_shape(spec: AttentionSpec, block_m: int) -> tuple[int, int]:
         return spec.heads_q, (spec.total_q // block_m + spec.batch) * block_m
     row_begin, row_end, _, _ = visible(spec)
     return spec.batch * spec.heads_q, max(1, -(-(row_end - row_begin) // block_m)) * block_m
+
+
+def _turns(spec: AttentionSpec, block_m: int) -> int:
+    heads, rows = sums_shape(spec, block_m)
+    return heads * (rows // block_m) * 2
 
 
 def _operands(spec: AttentionSpec) -> tuple[str, ...]:
@@ -218,9 +251,10 @@ def _operands(spec: AttentionSpec) -> tuple[str, ...]:
 
 def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> dict[str, int | float]:
     row_begin, row_end, key_begin, key_end = visible(spec)
-    query_blocks = _blocks(tile.block_m, spec.seqlen_q, row_end - row_begin, spec.variable)
-    key_blocks = _blocks(tile.block_n, spec.seqlen_kv, key_end - key_begin, spec.variable)
-    sections = _sections(spec)
+    rows, keys = (spec.total_q, spec.total_kv) if spec.varlen else (spec.seqlen_q, spec.seqlen_kv)
+    query_slots = _slots(tile.block_m, rows, row_end - row_begin, spec)
+    key_slots = _slots(tile.block_n, keys, key_end - key_begin, spec)
+    sections = sections_of(spec, device, query_slots, key_slots)
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
     return {
@@ -246,18 +280,14 @@ def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> di
         "softcap": spec.softcap,
         "alibi_slopes_stride_b": spec.alibi_slopes.strides[0] if spec.alibi_slopes is not None else 0,
         "aux0": sums_shape(spec, tile.block_m)[1],
-        "aux1": query_blocks,
-        "aux2": key_blocks,
-        "aux3": sections,
-        "aux4": turn_group(device, min(sections, spec.batch * spec.heads_kv) if _windowed(spec) else 1),
+        "aux1": query_slots,
+        "aux2": key_slots,
+        "aux3": sections.together,
+        "aux4": sections.shares,
         "aux5": spec.total_q,
         "aux6": spec.total_kv,
+        "aux7": _turns(spec, tile.block_m),
     }
-
-
-def turn_group(device: Device, together: int) -> int:
-    """Key blocks of a head that wait for each other in adding to dQ: all resident at once."""
-    return max(1, min(64, device.sm_count // together))
 
 
 def _launches(
@@ -271,6 +301,8 @@ def _launches(
     out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
     dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
     words = _words(spec, device, tile, dout)
+    query_slots, key_slots = int(words["aux1"]), int(words["aux2"])
+    sections = sections_of(spec, device, query_slots, key_slots)
     block_words = params.pack(words)
     row_begin, row_end, key_begin, key_end = visible(spec)
     row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
@@ -296,22 +328,27 @@ def _launches(
     shared = [*((x, x) for x in ("dq_accum", *operands)), ("semaphore", "turns")]
     read = ("out", "dout", "lse", "dlse") if spec.dlse else ("out", "dout", "lse")
     rows = [("delta", "delta"), ("scratch", "lse_log2")]
-    query_grid = (spec.batch * spec.heads_q * int(words["aux1"]), 1, 1)
+    pieces = spec.group * sections.units * query_slots * (tile.block_m * tile.head_dim // SUM_ROWS)
     prepare = Launch(
         kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", defines),
-        grid=query_grid,
-        block=256,
+        grid=(-(-pieces // 4), 1, 1),
+        block=128,
         shared_memory=0,
         block_words=block_words,
         pointers=(*((x, x) for x in read), *rows, *shared),
     )
     main = Launch(
         kernel=Kernel(tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline),
-        grid=(spec.batch * spec.heads_kv * int(words["aux2"]), 1, 1),
+        grid=(
+            sections.count
+            * (sections.together * key_slots + sections.shares * (2 if tile.head_dim > 128 else 1)),
+            1,
+            1,
+        ),
         block=THREADS,
         shared_memory=tile.shared_memory,
         block_words=block_words,
-        pointers=(("dk", "dk"), ("dv", "dv"), *rows, *shared),
+        pointers=(*((f"d{x}", f"d{x}") for x in "qkv"), *rows, *shared),
         dependent=True,
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
@@ -322,7 +359,7 @@ def _launches(
     )
     convert = Launch(
         kernel=Kernel("bwd_sm90_convert", "attention_backward_sm90_convert", defines),
-        grid=query_grid,
+        grid=(sections.left * spec.group * query_slots, 1, 1),
         block=256,
         shared_memory=0,
         block_words=block_words,
