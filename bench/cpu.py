@@ -26,7 +26,7 @@ import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = 8
-PAUSE = 0.06  # seconds
+PAUSE = 0.16  # seconds
 LONG = 0.3  # seconds of a run that needs no other before it
 CALLS = 200  # of a small problem
 Contenders = dict[str, Callable[[], Any]]
@@ -36,8 +36,8 @@ clock: Callable[[], float] = time.perf_counter
 def measure(contenders: Contenders, seconds: float) -> dict[str, list[float]]:
     """Seconds of each run, by contender; at least three rounds.
 
-    A pause and, unless it takes long, an untimed run go before each: the threads of the contender before
-    (OpenBLAS's wait busily for tens of milliseconds) have gone to sleep, and the caches are its own.
+    A pause and, unless it takes long, an untimed run go before each: the threads of the contender before have
+    gone to sleep (OpenBLAS's wait busily for 0.1 s, on the core that the next needs), the caches are its own.
     """
     took = {}
     for name, run in contenders.items():
