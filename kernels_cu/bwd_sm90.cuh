@@ -6,9 +6,9 @@
 // CTAs of its own turn the float32 sums of dQ into dQ a section behind, beside the products and out of the L2 (bwd_sm90_rows.cuh).
 // bwd_sm90_convert.cu does it for the last section.
 //
-// The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query slots of a head and aux2 key slots of a unit
-// (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if there is one section; aux5, aux6 rows of
-// packed q and k; aux7 where the sections' progress lies behind the turns.
+// The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query slots of a head and aux2 key slots of a
+// unit (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if there is
+// one section; aux5, aux6 rows of packed q and k; aux7 where the sections' progress lies behind the turns.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
@@ -66,8 +66,8 @@ DEVICE Unit unit_of(const Params& p, int index) {
 DEVICE int group_of(const Params& p) { return (int)p.heads_q / (int)p.heads_kv; }
 DEVICE int last_section(const Params& p) { return (units(p) - 1) / (int)p.aux3; }
 
-// How far a section is: shares of its sums set to zero (head dims above 128), and twice the key slots whose part of dQ is added. Set to
-// zero by bwd_sm90_delta.cu.
+// How far a section is: shares of its sums set to zero (head dims above 128), and twice the key slots whose part of dQ is added.
+// Set to zero by bwd_sm90_delta.cu.
 DEVICE int* shares_cleared(const Params& p, int section) { return p.semaphore + p.aux7 + 2 * section; }
 DEVICE int* slots_done(const Params& p, int section) { return shares_cleared(p, section) + 1; }
 

@@ -157,8 +157,8 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
 #pragma unroll
   for (int x = 0; x < DV / 64; x++)
     tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
-  // NOTE: racecheck reports the bulk copies of LSE and delta against the consumers' reads, as it does for any ring of bulk copies: it
-  // does not see that they wait for the EMPTY barriers.
+  // NOTE: racecheck reports the bulk copies of LSE and delta against the consumers' reads, as it does for any ring of bulk copies:
+  // it does not see that they wait for the EMPTY barriers.
   dependency_wait();
   Ring ring{0, 1};
   for (int g = 0; g < group; g++) {

@@ -145,8 +145,8 @@ DEVICE void zero_piece(const Params& p, const Place& at, int piece) {
 #endif
 }
 
-// dQ of a section's query slots [first, last), by GROUPS warpgroups that each have a ring of DEPTH pieces at `stages` in shared memory,
-// filled by bulk copies; barriers at `bars`.
+// dQ of a section's query slots [first, last), by GROUPS warpgroups that each have a ring of DEPTH pieces at `stages` in shared
+// memory, filled by bulk copies; barriers at `bars`.
 template <int GROUPS, int DEPTH>
 DEVICE void convert_slots(const Params& p, int section, int first, int last, u32 stages, u32 bars) {
   const int group = threadIdx.x >> 7, end = last * PIECES;

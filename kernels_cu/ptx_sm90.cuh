@@ -156,8 +156,8 @@ template <int N> __device__ __forceinline__ void bulk_wait_read() {
 template <int N> __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-// Counters with which CTAs follow each other in writing to the same place, also by bulk copies: spin until `*turn` has come to `mine`;
-// count up when one's own writes are done.
+// Counters with which CTAs follow each other in writing to the same place, also by bulk copies: spin until `*turn` has come to
+// `mine`; count up when one's own writes are done.
 __device__ __forceinline__ int look_at_turn(const int* turn) {
   int now;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
