@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn import device
 from cuattn.backends import cuda
 
 
@@ -34,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
         elif item.get_closest_marker("gpu2") and count < 2:
             item.add_marker(pytest.mark.skip(reason="one GPU; the test needs two"))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """Skip a module whose kernels no NVRTC can compile here."""
+    try:
+        device.import_nvrtc()
+    except Exception as fault:
+        pytest.skip(f"no NVRTC: {fault}")
 
 
 GRADIENTS = ("q", "k", "v", "bias", "sinks")

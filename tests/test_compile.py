@@ -18,6 +18,7 @@ from cuattn.program import Kernel, Launch
 from cuattn.spec import GRADIENTS, AttentionSpec
 
 pytest.importorskip("cupy")
+pytestmark = pytest.mark.usefixtures("compiler")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 
 
@@ -92,14 +93,6 @@ def kernels(row: Row, arch: int) -> Iterator[Kernel]:
     else:
         program = family.forward(spec, model)
     yield from (step.kernel for step in program.steps if isinstance(step, Launch))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        device.import_nvrtc()
-    except Exception as fault:
-        pytest.skip(f"no NVRTC: {fault}")
 
 
 @pytest.mark.slow

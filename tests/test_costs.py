@@ -21,6 +21,7 @@ from cuattn.program import Kernel, Launch
 from cuattn.spec import GRADIENTS, AttentionSpec
 
 pytest.importorskip("cupy")
+pytestmark = pytest.mark.usefixtures("compiler")
 QKV = frozenset("qkv")
 SWITCHES = {
     "HAS_LEFT", "VARIABLE", "VARLEN", "SOFTCAP", "BIAS", "MASK", "ALIBI", "SINKS", "SEGMENTS", "DROPOUT",
@@ -46,14 +47,6 @@ FEATURES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 FIXED = {"q_offset_mode", "q_offset_value"}  # read by every causal call
 FAMILIES = [("sm90", "bfloat16", 64), ("sm90", "bfloat16", 128), ("mma", "bfloat16", 64)]
 FAMILIES += [("mma", "float16", 128), ("wide", "float32", 64), ("wide", "float64", 64)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        device.import_nvrtc()
-    except Exception as fault:
-        pytest.skip(f"no NVRTC: {fault}")
 
 
 def launches(spec: AttentionSpec, family: str) -> dict[str, list[Launch]]:

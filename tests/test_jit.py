@@ -12,20 +12,13 @@ from typing import Any
 
 import pytest
 
-from cuattn import device, jit
+from cuattn import jit
 from cuattn.program import Kernel
 
 pytest.importorskip("cupy")
+pytestmark = pytest.mark.usefixtures("compiler")
 DEFINES = (("MASK", 1), ("SEGMENTS", 0), ("BLOCK_M", 16), ("BLOCK_N", 32))
 KERNEL = Kernel("live_tiles", "live_tiles", DEFINES)  # the smallest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        device.import_nvrtc()
-    except Exception as fault:
-        pytest.skip(f"no NVRTC: {fault}")
 
 
 @pytest.fixture(autouse=True)
