@@ -108,6 +108,8 @@ def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_load(typingctx: Any, address: Any) -> Any:
+    """A 64-bit word, and all that was written before it was."""
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
 

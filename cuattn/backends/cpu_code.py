@@ -39,6 +39,7 @@ SOURCES = (
     "cpu_simd.py",
     "cpu_team.py",
     "cpu_tiles.py",
+    "../interop/native.py",
     "../params.py",
 )
 LONG = ("forward", "backward", "bias_gradient")  # loops that take seconds to compile

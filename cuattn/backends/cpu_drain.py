@@ -4,9 +4,8 @@
 # (Numba types what it compiles.)
 from __future__ import annotations
 
+from ..interop.native import atomic_add, atomic_load
 from .cpu_native import (
-    atomic_add,
-    atomic_load,
     call,
     cond_broadcast,
     cond_signal,

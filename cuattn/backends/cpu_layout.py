@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# The aux words of the parameter block
-AUX_KIND = "aux0"  # how q, k, v, out and their gradients are stored: KIND_*
-AUX_ROWS = "aux1"  # query rows of a tile, a multiple of the panel width
-AUX_KEYS = "aux2"  # keys of a block, a multiple of 32
-AUX_PARTS = (
-    "aux3"  # backward: parts that the query rows of a key/value head are dealt to; forward: blocks of a tile
-)
-AUX_WANTS = "aux4"  # backward: WANT_* bits; forward: whether long rows of all heads come first
-AUX_BIAS_KIND = "aux5"  # how bias and its gradient are stored: KIND_*
-AUX_TOTAL_Q = "aux6"  # packed sequences: rows of q in all
+# The aux words of the parameter block:
+# aux0  how q, k, v, out and their gradients are stored: KIND_*
+# aux1  query rows of a tile, a multiple of the panel width
+# aux2  keys of a block, a multiple of 32
+# aux3  backward: parts that the query rows of a key/value head are dealt to; forward: blocks of a tile
+# aux4  backward: WANT_* bits; forward: whether long rows of all heads come first
+# aux5  how bias and its gradient are stored: KIND_*
+# aux6  packed sequences: rows of q in all
 KIND_REAL, KIND_FLOAT16, KIND_BFLOAT16, KIND_FLOAT32 = range(4)
 WANT_Q, WANT_K, WANT_V = 1, 2, 4
 GROUP = 32  # columns that share dropout's counters; blocks of keys begin at a multiple of it

@@ -1,4 +1,4 @@
-"""Numbers in memory, the C library and atomics for the CPU backend's compiled loops, as Numba intrinsics.
+"""Numbers in memory, the C library and threads for the CPU backend's compiled loops, as Numba intrinsics.
 
 Everything works on 64-bit addresses. No vectors, no attention.
 """
@@ -109,16 +109,6 @@ def free(ctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def atomic_add(ctx: Any, address: Any, value: Any) -> Any:
-    """Add to a 64-bit word; its former value comes back."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
 def call(ctx: Any, function: Any, block: Any, tile: Any) -> Any:
     """Call a loop body by its address."""
 
@@ -128,16 +118,6 @@ def call(ctx: Any, function: Any, block: Any, tile: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_load(ctx: Any, address: Any) -> Any:
-    """A 64-bit word, and all that was written before it was."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
 
 
 @intrinsic
