@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import device as devices
 from ..errors import argument_error
+from ..families.common import operands
 from ..spec import AttentionSpec
 
 Array = Any  # of CuPy; of NumPy in Numba's simulator
@@ -41,20 +42,8 @@ def unavailable() -> str | None:
 
 def check(spec: AttentionSpec) -> None:
     """Raise ``ValueError`` naming the first argument that the loops do not express."""
-    given = {
-        "cu_seqlens_q": spec.varlen,
-        "bias": spec.bias is not None,
-        "mask": spec.mask is not None,
-        "alibi_slopes": spec.alibi_slopes is not None,
-        "sinks": spec.sinks is not None,
-        "q_segment_ids": spec.segments,
-        "q_seqlens": spec.q_seqlens,
-        "kv_seqlens": spec.kv_seqlens,
-        "softmax_scale": spec.softmax_scale is None,
-        "q_offset": spec.q_offset == "array",
-    }
-    for name, there in given.items():
-        if there:
+    for name in operands(spec)[3:]:
+        if name != "dropout_seed":  # the argument is dropout_p
             raise argument_error(name, "an array with backend='numba' on a GPU", _TAKES)
     if spec.dropout_p > 0:
         raise argument_error("dropout_p", f"{spec.dropout_p} with backend='numba' on a GPU", "0.0 there")
