@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -258,19 +255,17 @@ def compile_kernels(wanted: Calls) -> tuple[int, Iterator[None]]:
 def compile_loops(wanted: Calls) -> tuple[int, Iterator[None]]:
     """The same for the CPU's loops that no file holds yet, a process each: in one, Numba takes turns."""
     cpu = importlib.import_module(".backends.numba", __package__)
-    folder = importlib.import_module(".backends.cpu_code", __package__).cache_directory()
-    names: dict[str, None] = {"drain": None}
+    code = importlib.import_module(".backends.cpu_code", __package__)
+    names: dict[str, None] = {code.DRAIN: None}
     for spec, wants in wanted:
         program = cpu.forward_program(spec) if wants is None else cpu.backward_program(spec, wants)
         names |= dict.fromkeys(step.entry for step in program.steps if isinstance(step, Host))
-    missing = [name for name in names if folder is not None and not any(folder.glob(f"{name}-*.o"))]
-    code = "import sys; from cuattn.backends.cpu_code import host_entry; host_entry(sys.argv[1])"
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    missing = [name for name in names if code.cache_directory() is not None and not code.is_kept(name)]
 
     def one(name: str) -> None:
-        command = [sys.executable, "-c", code, name]
-        subprocess.run(command, capture_output=True, check=False, env=environment)
+        process = code.compile_aside(name, quiet=True)
+        if process is not None:
+            process.wait()
 
     def steps() -> Iterator[None]:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -67,8 +67,8 @@ def host_entry(name: str) -> int:
 
 def host_entries(names: Sequence[str]) -> list[int]:
     """Addresses of several entries; if more than one takes long to compile, other processes do their part."""
-    long = [n for n in names if n.partition(".")[0] in LONG and n not in _addresses and not _is_kept(n)]
-    aside = [process for name in long[1:] if (process := _compile_aside(name)) is not None]
+    long = [n for n in names if n.partition(".")[0] in LONG and n not in _addresses and not is_kept(n)]
+    aside = [process for name in long[1:] if (process := compile_aside(name)) is not None]
     for name in long[:1]:
         host_entry(name)
     for process in aside:
@@ -76,19 +76,28 @@ def host_entries(names: Sequence[str]) -> list[int]:
     return [host_entry(name) for name in names]
 
 
-def _is_kept(name: str) -> bool:
+def is_kept(name: str) -> bool:
+    """Whether the cache has the entry, as these sources and this machine make it."""
     folder = cache_directory()
     return folder is not None and (folder / f"{name}-{_key()}.o").exists()
 
 
-def _compile_aside(name: str) -> subprocess.Popen[bytes] | None:
-    """Another Python that compiles an entry into the cache; None without a cache or such a program."""
+def compile_aside(name: str, quiet: bool = False) -> subprocess.Popen[bytes] | None:
+    """Another Python that compiles an entry into the cache; None without a cache or such a program.
+
+    ``quiet``: without the notice that compiling takes long, and without what goes wrong.
+    """
     if cache_directory() is None or not Path(sys.executable or "").name.startswith("python"):
         return None
     code = f"from {__name__} import _object; _object({name!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if quiet else None,
+        )
     except OSError:
         return None
 
