@@ -292,13 +292,11 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
     words = _words(spec, t, tiles)
     ahead = mask_pass(spec, t.block_m, t.block_n)
     words |= ahead.words or {}
-    workspace = list(ahead.workspace)
-    if t.schedule == COUNTER or spec.varlen:
-        workspace.append(Buffer("semaphore", (2,), "int32"))
-    if spec.varlen:
-        workspace.append(Buffer("scratch", (2 * spec.batch + 1,), "int32"))
     counted = t.schedule == COUNTER or spec.varlen
-    names = ("out", "lse", *inputs[3:], *(b.name for b in workspace if b not in ahead.workspace))
+    own = [Buffer("semaphore", (2,), "int32")] if counted else []
+    if spec.varlen:
+        own.append(Buffer("scratch", (2 * spec.batch + 1,), "int32"))
+    names = ("out", "lse", *inputs[3:], *(b.name for b in own))
     launch = Launch(
         kernel=Kernel("fwd_sm90", "fwd_sm90", _defines(spec, t)),
         grid=(min(tiles, device.sm_count), 1, 1),
@@ -319,6 +317,6 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
     return Program(
         inputs=inputs,
         outputs=(Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, "float32")),
-        workspace=tuple(workspace),
+        workspace=(*ahead.workspace, *own),
         steps=(*before, *((_prepare(spec, t, words),) if counted else ()), launch),
     )
