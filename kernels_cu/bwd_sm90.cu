@@ -12,8 +12,8 @@
 #ifndef V_REGS  // steps of 16 columns of V that stay in registers: less shared memory traffic
 #define V_REGS 0
 #endif
-#define DS_TILES 2
-#define DQ_BYTES (BLOCK_M * HEAD_DIM * 4)
+#define DS_TILES (WANT_DQ ? 2 : 0)
+#define DQ_BYTES (WANT_DQ ? BLOCK_M * HEAD_DIM * 4 : 0)
 #include "bwd_sm90_block.cuh"
 
 #define DQ_SPLIT (D == 128)                      // dQ^T's warpgroups split its head dims; otherwise its query rows
@@ -105,14 +105,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
 #pragma unroll
   for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
-  touch(dk);
-  touch(dv);
+  if (WANT_DK) touch(dk);
+  if (WANT_DV) touch(dv);
 
   const int key0 = w.n * BLOCK_N, row = part * 64 + warp * 16 + (lane >> 2);  // this thread's keys: row, row + 8
   const int keys = w.seen.keys - key0;  // of this block; may be more than BLOCK_N
-  const u32 ds_to = base + S_DS + part * (BLOCK_M * 128) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
+  [[maybe_unused]] const u32 ds_to = base + S_DS + part * (BLOCK_M * 128) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                     (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-  const u32 dq_to = base + S_DQ + part * (DQ_BYTES / 2) + thread * 16;
+  [[maybe_unused]] const u32 dq_to = base + S_DQ + part * (DQ_BYTES / 2) + thread * 16;
   const u32 row_from = (lane & 3) * 8;
 
   // First and last query row, less this thread's first column, that see its two keys
@@ -144,7 +144,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_commit();
   };
   u32 v_rows[4 * V_REGS + 1];  // the first columns of this warpgroup's V as A operand
-  auto issue_dp = [&](int stage) INLINE {  // dP^T = V dO^T
+  [[maybe_unused]] auto issue_dp = [&](int stage) INLINE {  // dP^T = V dO^T
 #pragma unroll
     for (int k = 0; k < DV / 16; k++) {
       const u64 g = operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16);
@@ -180,10 +180,12 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_fence();
     issue_s(rq.stage);
     wait_do(rdo, m);
+#if NEED_DS
     wgmma_fence();
     issue_dp(rdo.stage);
+#endif
     if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
-    wgmma_wait<1>();
+    wgmma_wait<NEED_DS>();
     touch(s);
 #if TRANSFORM
     // Scores in base 2 before the masks; the softcap's slope is found again from the weight, which costs no register.
@@ -222,15 +224,20 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       s[i + 2] = exp2_approx(s[i + 2] * unit - l.x);
       s[i + 3] = exp2_approx(s[i + 3] * unit - l.y);
     }
+#if NEED_DS
     wgmma_wait<0>();
     touch(dp);
-    u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
-    const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
+#endif
+    [[maybe_unused]] u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
+    [[maybe_unused]] const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {
+#if NEED_DS
       float2 d = shared_load_f2(delta_at + i * 8);
+#endif
       pp[i / 2] = pack_half2(s[i], s[i + 1]);
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
+#if NEED_DS
 #if SOFTCAP
       const float2 l = shared_load_f2(lse_at + i * 8);
 #pragma unroll
@@ -241,11 +248,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
       ds[i / 2] = pack_half2(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
       ds[i / 2 + 1] = pack_half2(s[i + 2] * (dp[i + 2] - d.x), s[i + 3] * (dp[i + 3] - d.y));
+#endif
     }
+#if WANT_DQ
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 16; j++)
       stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+#endif
     auto add_dk = [&]() INLINE {  // dK += dS^T Q
+#if WANT_DK
       touch(dk);
       wgmma_fence();
 #pragma unroll
@@ -253,7 +264,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
                                  operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
       wgmma_commit();
+#endif
     };
+#if WANT_DV
     touch(dv);
     wgmma_fence();
 #pragma unroll
@@ -261,6 +274,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
                                 operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
     wgmma_commit();
+#endif
+#if WANT_DQ
     proxy_fence();
     barrier_sync(ID_DS, 256);
     float dq[DQ_N / 2];
@@ -273,11 +288,17 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
                   S_DS + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16),
           k > 0);
     wgmma_commit();
-    wgmma_wait<1>();
-    touch(dv);
-    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+#else
     add_dk();
-    wgmma_wait<1>();
+#endif
+#if WANT_DV
+    wgmma_wait<NEED_DS>();
+    touch(dv);
+#endif
+    if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
+#if WANT_DQ
+    add_dk();
+    wgmma_wait<WANT_DK>();
     touch(dq);
     barrier_sync(ID_DQ_EMPTY + part, 160);
 #pragma unroll
@@ -285,9 +306,12 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
                       __float_as_uint(dq[4 * i + 3]));
     barrier_arrive(ID_DQ_FULL + part, 160);
+#endif
     rdo.next(STAGES_DO);
+#if WANT_DK
     wgmma_wait<0>();
     touch(dk);
+#endif
     if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
     m = next_m;
     if (ALIBI && m == w.m_first) head++;
@@ -295,7 +319,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   };
 
   mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
-  mbarrier_wait(base + BAR_V, 0);
+  if (NEED_DS) mbarrier_wait(base + BAR_V, 0);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
@@ -320,11 +344,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   const i64 at = key0 + part * 64;
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
-  const int rows = keys - part * 64;
+  [[maybe_unused]] const int rows = keys - part * 64;
+#if WANT_DV
   store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
+#endif
+#if WANT_DK
   barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
   store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
                     lane);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -337,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Job job = job_of(p, blockIdx.x);
   dependency_launch();
   if (job.role != TILE) {
-    if (job.role != NOTHING) do_share(p, job, base);
+    if (WANT_DQ && job.role != NOTHING) do_share(p, job, base);
     return;
   }
   if (threadIdx.x == 0) init_barriers(base);
@@ -352,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp == 0) {
       if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
-    } else if (warp <= CONSUMERS) {
+    } else if (WANT_DQ && warp <= CONSUMERS) {
       write_dq(p, w, base, warp - 1, threadIdx.x & 31);
     }
   } else {

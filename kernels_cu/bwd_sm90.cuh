@@ -16,6 +16,12 @@
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #endif
+#ifndef WANT_DQ  // which gradients the kernels make; products, stores and sums for no other
+#define WANT_DQ 1
+#define WANT_DK 1
+#define WANT_DV 1
+#endif
+#define NEED_DS (WANT_DQ || WANT_DK)
 
 struct Visible {
   Entry entry;
@@ -67,7 +73,7 @@ DEVICE int group_of(const Params& p) { return (int)p.heads_q / (int)p.heads_kv; 
 DEVICE int last_section(const Params& p) { return (units(p) - 1) / (int)p.aux3; }
 
 // How far a section is: shares of its sums set to zero (head dims above 128), and twice the key slots whose part of dQ is added.
-// Set to zero by bwd_sm90_delta.cu.
+// Set to zero by bwd_sm90_delta.cu. All this only where dQ is wanted.
 DEVICE int* shares_cleared(const Params& p, int section) { return p.semaphore + p.aux7 + 2 * section; }
 DEVICE int* slots_done(const Params& p, int section) { return shares_cleared(p, section) + 1; }
 

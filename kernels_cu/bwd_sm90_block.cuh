@@ -37,7 +37,7 @@
 static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
 static_assert(STAGES == STAGES_DO, "one ring in the producer");
 #define SHARE_DEPTH 3  // pieces of dQ in flight for each warpgroup of a share
-static_assert(3 * SHARE_DEPTH * PIECE_BYTES <= S_LSE, "stages of a share of dQ");
+static_assert(!WANT_DQ || 3 * SHARE_DEPTH * PIECE_BYTES <= S_LSE, "stages of a share of dQ");
 
 // Named barriers
 #define ID_DS 1                 // both warpgroups have stored dS
@@ -153,10 +153,12 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
 #pragma unroll
   for (int x = 0; x < D / 64; x++)
     tma_load(base + S_K + x * BLOCK_N * 128, map_k, 64 * x, key0, w.head_kv, batch, base + BAR_K);
+#if NEED_DS
   mbarrier_expect(base + BAR_V, V_BYTES);
 #pragma unroll
   for (int x = 0; x < DV / 64; x++)
     tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
+#endif
   // NOTE: racecheck reports the bulk copies of LSE and delta against the consumers' reads, as it does for any ring of bulk copies:
   // it does not see that they wait for the EMPTY barriers.
   dependency_wait();
@@ -174,11 +176,11 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
         tma_load(base + S_Q + ring.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);
       bulk_load(base + S_LSE + ring.stage * ROW_BYTES, (const float*)p.scratch + sums, ROW_BYTES, full_q);
       mbarrier_wait(base + BAR_DO_EMPTY + 8 * ring.stage, ring.parity);
-      mbarrier_expect(full_do, DO_BYTES + ROW_BYTES);
+      mbarrier_expect(full_do, DO_BYTES + NEED_DS * ROW_BYTES);
 #pragma unroll
       for (int x = 0; x < DV / 64; x++)
         tma_load(base + S_DO + ring.stage * DO_BYTES + x * BLOCK_M * 128, map_do, 64 * x, row0 + m * BLOCK_M, head, batch, full_do);
-      bulk_load(base + S_DELTA + ring.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
+      if (NEED_DS) bulk_load(base + S_DELTA + ring.stage * ROW_BYTES, (const float*)p.delta + sums, ROW_BYTES, full_do);
       ring.next(STAGES);
     }
   }
@@ -232,16 +234,18 @@ __device__ __forceinline__ void hide(const Params& p, const Work& w) {
   u16* dk = (u16*)p.dk + batch * p.dk_stride_b + w.head_kv * p.dk_stride_h;
   u16* dv = (u16*)p.dv + batch * p.dv_stride_b + w.head_kv * p.dv_stride_h;
   const int thread = threadIdx.x, d = (int)p.head_dim, dv_columns = (int)p.head_dim_v;
-  zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
-  zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
-                       thread);
+  if (WANT_DK)
+    zero_hidden<THREADS>(dk + v.entry.start_kv * p.dk_stride_s, p.dk_stride_s, d, block, BLOCK_N, v.key_begin, v.keys, total, thread);
+  if (WANT_DV)
+    zero_hidden<THREADS>(dv + v.entry.start_kv * p.dv_stride_s, p.dv_stride_s, dv_columns, block, BLOCK_N, v.key_begin, v.keys, total,
+                         thread);
 #if VARLEN
   if (w.slot == p.aux2 - 1) {
-    zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, p.cu_seqlens_k, p.aux6, thread);
-    zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, p.cu_seqlens_k, p.aux6, thread);
+    if (WANT_DK) zero_unowned<THREADS>(p, dk, p.dk_stride_s, d, p.cu_seqlens_k, p.aux6, thread);
+    if (WANT_DV) zero_unowned<THREADS>(p, dv, p.dv_stride_s, dv_columns, p.cu_seqlens_k, p.aux6, thread);
   }
 #endif
-  if (thread == 0) pass_turn(slots_done(p, w.section), 2);
+  if (WANT_DQ && thread == 0) pass_turn(slots_done(p, w.section), 2);
 }
 
 // Barriers of all rings; a block barrier follows.

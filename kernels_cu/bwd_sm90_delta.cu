@@ -6,8 +6,10 @@
 
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS) attention_backward_sm90_delta(const __grid_constant__ Params p) {
   dependency_launch();
+#if WANT_DQ
   const int progress = 2 * (last_section(p) + 1), threads = 32 * SUM_WARPS;
   for (int i = blockIdx.x * threads + threadIdx.x; i < progress; i += gridDim.x * threads) shares_cleared(p, 0)[i] = 0;
+#endif
   const int piece = blockIdx.x * SUM_WARPS + (threadIdx.x >> 5), slot = piece / SUM_PIECES, h = slot / (int)p.aux1;
   const int batch = VARLEN ? 0 : h / (int)p.heads_q, head = h - batch * (int)p.heads_q;
   if (h >= (VARLEN ? p.heads_q : p.batch * p.heads_q)) return;

@@ -6,7 +6,10 @@
 
 #define TILE_BYTES (BLOCK_M * HEAD_DIM * 4)  // of a query block's sums
 #define SHARE_SLOTS ((1 << 20) / TILE_BYTES)  // query slots of a CTA of the main kernel
-#define CLEARED (HEAD_DIM > 128)              // the main kernel only adds to sums; otherwise whoever comes first stores
+#define CLEARED (WANT_DQ && HEAD_DIM > 128)   // the main kernel only adds to sums; otherwise whoever comes first stores
+#ifndef WANT_DELTA
+#define WANT_DELTA NEED_DS
+#endif
 
 // ------------------------------------------------------------------------------------------------ row sums
 #define ROW_LANES (HEAD_DIM_V / 8)  // that share a row, 16 bytes each
@@ -22,8 +25,9 @@ DEVICE float dot2(u32 a, u32 b) {
 }
 
 // Delta and LSE of rows [row0, row0 + PIECE_ROWS), padded to whole query blocks so that a padded or empty row has weight
-// exp2(s - inf) = 0; the block's turns set to zero, and its sums where `clear` says so.
+// exp2(s - inf) = 0; the block's turns set to zero, and its sums where `clear` says so. WANT_DELTA: 0 leaves delta alone.
 DEVICE void sum_rows(const Params& p, const Visible& v, int head, int row0, bool clear, int lane) {
+#if WANT_DELTA
   const int column = lane % ROW_LANES * 8;
   const bool live = column < (int)p.head_dim_v;
   const u16* out = (const u16*)p.out + first_row(v, head, p.out_stride_b, p.out_stride_h, p.out_stride_s) + column;
@@ -38,8 +42,10 @@ DEVICE void sum_rows(const Params& p, const Visible& v, int head, int row0, bool
       b[i] = *(const uint4*)(dout + row * p.dout_stride_s);
     }
   }
+#endif
   const int own = lane % PIECE_ROWS;  // the row that this lane writes
-  float lse = (float)infinity(), dlse = 0.f;
+  float lse = (float)infinity();
+  [[maybe_unused]] float dlse = 0.f;
   if (row0 + own < v.rows) {
     const i64 at = first_row(v, head, p.lse_stride_b, p.lse_stride_h, 1) + row0 + own;
     const float natural = ((const float*)p.lse)[at];
@@ -52,7 +58,8 @@ DEVICE void sum_rows(const Params& p, const Visible& v, int head, int row0, bool
 #pragma unroll
     for (int i = 0; i < PIECE_ROWS * HEAD_DIM / 128; i++) dq[i * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (row0 % BLOCK_M == 0 && lane < 2) p.semaphore[sums / BLOCK_M * 2 + lane] = 0;
+  if (WANT_DQ && row0 % BLOCK_M == 0 && lane < 2) p.semaphore[sums / BLOCK_M * 2 + lane] = 0;
+#if WANT_DELTA
   float delta = 0.f;
 #pragma unroll
   for (int i = 0; i < PASSES; i++) {
@@ -62,10 +69,9 @@ DEVICE void sum_rows(const Params& p, const Visible& v, int head, int row0, bool
     x = __shfl_sync(~0u, x, lane % ROWS_AT_ONCE * ROW_LANES);
     if (own / ROWS_AT_ONCE == i) delta = x;
   }
-  if (lane < PIECE_ROWS) {
-    ((float*)p.delta)[sums + lane] = delta - dlse;
-    ((float*)p.scratch)[sums + lane] = lse;
-  }
+  if (lane < PIECE_ROWS) ((float*)p.delta)[sums + lane] = delta - dlse;
+#endif
+  if (lane < PIECE_ROWS) ((float*)p.scratch)[sums + lane] = lse;
 }
 
 // ------------------------------------------------------------------------------------------------ dQ

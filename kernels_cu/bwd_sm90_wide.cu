@@ -5,7 +5,8 @@
 // Shared memory: K and V (64 keys), rings of Q with LSE and of dO with delta, two pairs of P and dS tiles.
 #define BLOCK_N 64
 #define RED_EARLY 8  // reductions of dQ before the next products are issued: those after need registers beside them
-#define DS_TILES 4
+#define PAIR (WANT_DV + NEED_DS)  // tiles of P and dS that a step needs
+#define DS_TILES (2 * PAIR)
 #define DQ_BYTES 0
 #include "bwd_sm90_block.cuh"
 
@@ -29,8 +30,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   float dk[64], dv[64];
 #pragma unroll
   for (int i = 0; i < 64; i++) dk[i] = dv[i] = 0.f;
-  touch(dk);
-  touch(dv);
+  if (WANT_DK) touch(dk);
+  if (WANT_DV) touch(dv);
 
   const int key0 = w.n * BLOCK_N, row = warp * 16 + (lane >> 2), column0 = part * HALF + 2 * (lane & 3);
   const int keys = w.seen.keys - key0;  // of this block; may be more than BLOCK_N
@@ -74,14 +75,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     base16 = uniform<0>(base16);  // new to ptxas, which else keeps the descriptors of all steps in registers
     wgmma_fence();
     product(s, S_K, S_Q + r.stage * Q_BYTES);
-    product(dp, S_V, S_DO + r.stage * DO_BYTES);
+    if (NEED_DS) product(dp, S_V, S_DO + r.stage * DO_BYTES);
     wgmma_commit();
   };
   auto step = [&](int buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
     wgmma_wait<0>();
     touch(s);
-    touch(dp);
+    if (NEED_DS) touch(dp);
     if (m < clean_begin || m >= clean_end) {
       const int shift = m * BLOCK_M;
 #pragma unroll
@@ -94,57 +95,72 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
-    u32 pp[HALF / 4], ds[HALF / 4];
+    [[maybe_unused]] u32 pp[HALF / 4], ds[HALF / 4];
 #pragma unroll
     for (int i = 0; i < HALF / 2; i += 4) {
       const float2 l = shared_load_f2(base + S_LSE + ring.stage * ROW_BYTES + column0 * 4 + i * 8);
+#if NEED_DS
       const float2 d = shared_load_f2(base + S_DELTA + ring.stage * ROW_BYTES + column0 * 4 + i * 8);
+#endif
       float x[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) x[j] = exp2_approx(s[i + j] * scale_log2 - (j & 1 ? l.y : l.x));
       pp[i / 2] = pack_half2(x[0], x[1]);
       pp[i / 2 + 1] = pack_half2(x[2], x[3]);
+#if NEED_DS
       ds[i / 2] = pack_half2(x[0] * (dp[i] - d.x), x[1] * (dp[i + 1] - d.y));
       ds[i / 2 + 1] = pack_half2(x[2] * (dp[i + 2] - d.x), x[3] * (dp[i + 3] - d.y));
+#endif
     }
 #pragma unroll
     for (int j = 0; j < HALF / 16; j++) {
-      stmatrix_x4_trans(to + 2 * buffer * DS_BYTES + j * 2048, pp[4 * j], pp[4 * j + 1], pp[4 * j + 2], pp[4 * j + 3]);
-      stmatrix_x4_trans(to + (2 * buffer + 1) * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+#if WANT_DV
+      stmatrix_x4_trans(to + PAIR * buffer * DS_BYTES + j * 2048, pp[4 * j], pp[4 * j + 1], pp[4 * j + 2], pp[4 * j + 3]);
+#endif
+#if NEED_DS
+      const u32 ds_to = to + (PAIR * buffer + WANT_DV) * DS_BYTES;
+      stmatrix_x4_trans(ds_to + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+#endif
     }
     proxy_fence();
     barrier_sync(ID_DS, 256);
     base16 = uniform<0>(base16);
-    const u32 p_tile = S_DS + 2 * buffer * DS_BYTES, ds_tile = p_tile + DS_BYTES;
-    float dq[64];
-    touch(dk);
-    touch(dv);
+    const u32 p_tile = S_DS + PAIR * buffer * DS_BYTES, ds_tile = p_tile + WANT_DV * DS_BYTES;
+    if (WANT_DK) touch(dk);
+    if (WANT_DV) touch(dv);
     wgmma_fence();
+#if WANT_DQ
+    float dq[64];
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; k++)  // dQ = dS K
       Wgmma<128>::ss<0, 1>(dq, operand(base16, ds_tile + 32 * k, 16),
                            operand(base16 + part * (2 * BLOCK_N * 8), S_K + k * 2048, BLOCK_N * 128), k > 0);
     wgmma_commit();
-    add_gradient(dv, base16, p_tile, S_DO + ring.stage * DO_BYTES, part);
-    add_gradient(dk, base16, ds_tile, S_Q + ring.stage * Q_BYTES, part);
-    wgmma_wait<2>();
+#endif
+    if (WANT_DV) add_gradient(dv, base16, p_tile, S_DO + ring.stage * DO_BYTES, part);
+    if (WANT_DK) add_gradient(dk, base16, ds_tile, S_Q + ring.stage * Q_BYTES, part);
+#if WANT_DQ
+    wgmma_wait<WANT_DK + WANT_DV>();
     touch(dq);
     float* sums = p.dq_accum + (first_sum(p, w.seen, head) + m * BLOCK_M) * D + part * (BLOCK_M * D / 2) + thread * 4;
 #pragma unroll
     for (int i = 0; i < RED_EARLY; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+#endif
     const Ring now = ring;
     m = w.after(m);
     if (m == w.m_first) head++;
     ring.next(STAGES);
     if (!last) load(ring, m);
+#if WANT_DQ
 #pragma unroll
     for (int i = RED_EARLY; i < 16; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+#endif
     if (!last)
       wgmma_wait<1>();
     else
       wgmma_wait<0>();
-    touch(dk);
-    touch(dv);
+    if (WANT_DK) touch(dk);
+    if (WANT_DV) touch(dv);
     if (lane == 0) {
       mbarrier_arrive(base + BAR_Q_EMPTY + 8 * now.stage);
       mbarrier_arrive(base + BAR_DO_EMPTY + 8 * now.stage);
@@ -152,13 +168,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     left--;
   };
 
-  if (part == 0 && thread == 0) {  // no sum before all are zero
+  if (WANT_DQ && part == 0 && thread == 0) {  // no sum before all are zero
     dependency_wait();
     if (w.section > 0) wait_for_turn(shares_cleared(p, w.section), (int)p.aux4);
   }
   barrier_sync(ID_DS, 256);
   mbarrier_wait(base + BAR_K, 0);  // also without steps: the loads must land before this CTA leaves
-  mbarrier_wait(base + BAR_V, 0);
+  if (NEED_DS) mbarrier_wait(base + BAR_V, 0);
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
@@ -173,13 +189,17 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 
   dependency_wait();
   barrier_sync(ID_DS, 256);  // K and V are free
-  if (part == 0 && thread == 0) pass_turn(slots_done(p, w.section), 2);
+  if (WANT_DQ && part == 0 && thread == 0) pass_turn(slots_done(p, w.section), 2);
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + key0 * p.dv_stride_s + part * 128;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + key0 * p.dk_stride_s + part * 128;
-  const u32 stage = part * (2 * BLOCK_N * 128);
+  [[maybe_unused]] const u32 stage = part * (2 * BLOCK_N * 128);
+#if WANT_DV
   store_gradient<128>(dv, 1.f, base + S_V + stage, BLOCK_N * 128, dv_to, p.dv_stride_s, keys, (int)p.head_dim_v - part * 128, warp, lane);
+#endif
+#if WANT_DK
   store_gradient<128>(dk, softmax_scale, base + S_K + stage, BLOCK_N * 128, dk_to, p.dk_stride_s, keys, (int)p.head_dim - part * 128, warp,
                       lane);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -192,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Job job = job_of(p, blockIdx.x);
   dependency_launch();
   if (job.role != TILE) {
-    if (job.role != NOTHING) do_share(p, job, base);
+    if (WANT_DQ && job.role != NOTHING) do_share(p, job, base);
     return;
   }
   if (threadIdx.x == 0) init_barriers(base);
