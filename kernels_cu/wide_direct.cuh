@@ -211,13 +211,16 @@ DEVICE void multiply_step(Accum (&c)[N][4], const Element (&a)[4], const Operand
   }
 #pragma unroll
   for (int i = 0; i < N; i++) {
+    Accum sum[4] = {};  // of eight products, then one addition: one by one, long sums lose a bit
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const Element left = __shfl_sync(~0u, b[i].x[s][k / 4], 8 * t + k % 4);
       const Element right = __shfl_sync(~0u, b[i].x[s][k / 4], 8 * t + 4 + k % 4);
-      c[i][0] += rows[k][0] * left, c[i][1] += rows[k][0] * right;
-      c[i][2] += rows[k][1] * left, c[i][3] += rows[k][1] * right;
+      sum[0] += rows[k][0] * left, sum[1] += rows[k][0] * right;
+      sum[2] += rows[k][1] * left, sum[3] += rows[k][1] * right;
     }
+#pragma unroll
+    for (int j = 0; j < 4; j++) c[i][j] += sum[j];
   }
 #endif
 }

@@ -227,7 +227,7 @@ def test_beside_another_library(library: str, preallocate: str) -> None:
     """In one process, whether JAX takes its share of the memory at once or not."""
     pytest.importorskip(library)
     env = {
-        **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": preallocate, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"
+        **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": preallocate, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"
     }  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-c", BESIDE, library], env=env, capture_output=True, text=True, timeout=120

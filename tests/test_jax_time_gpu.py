@@ -98,12 +98,19 @@ def wait(result: Any) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_take_the_time_that_they_take_through_cupy(causal: bool) -> None:
-    """The forward within 1% of the same kernels through CuPy, a jitted layer with its backward within 3%."""
+    """Eight forwards within 1% of the same kernels through CuPy, a layer with its backward within 3%.
+
+    Eight in one program, because between two programs XLA leaves the GPU idle for some microseconds.
+    """
     make = jax.jit(lambda key: jax.random.normal(key, (4, 4096, 16, 128), jnp.bfloat16))
-    here = [make(jax.random.key(i)) for i in range(4)]
+    here = [make(jax.random.key(i)) for i in range(11)]
     there = [cupy.from_dlpack(x) for x in here]
     attend = functools.partial(cuattn.flash_attention, causal=causal)
-    forward = jax.jit(attend)
+
+    def eight(x: list[Any]) -> list[Any]:
+        return [attend(q, *x[1:3]) for q in (x[0], *x[4:])]
+
+    forward = jax.jit(eight)
     layer = jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout))
     _, pullback = cuattn.flash_attention_vjp(*there[:3], causal=causal)
 
@@ -111,9 +118,8 @@ def test_kernels_take_the_time_that_they_take_through_cupy(causal: bool) -> None
         attend(*there[:3])
         pullback(there[3])
 
-    ways = {"jax": lambda: forward(*here[:3]), "cupy": lambda: attend(*there[:3])}
-    alone = medians(ways, 40, 10)
-    whole = medians({"jax": lambda: layer(*here), "cupy": both}, 15, 10)
+    alone = medians({"jax": lambda: forward(here), "cupy": lambda: eight(there)}, 5, 10)
+    whole = medians({"jax": lambda: layer(*here[:4]), "cupy": both}, 15, 10)
     report = f"{alone}, with the backward {whole}"
     print(report)  # noqa: T201
     assert abs(alone["jax"] / alone["cupy"] - 1) <= 0.01, report
