@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from cuattn.program import Launch
 from cuattn.spec import AttentionSpec, Signature, bind, row_major
 
 ALL = frozenset({"q", "k", "v"})
+SUBSETS = [frozenset(x) for n in (1, 2, 3) for x in itertools.combinations("qkv", n)]
 
 
 def spec_of(
@@ -53,7 +55,7 @@ def launches(spec: AttentionSpec, wants: frozenset[str] = ALL) -> list[Launch]:
 def test_every_tile_fits(head_dim: int) -> None:
     for softcap in (0.0, 3.0):
         tile = family.tile_of(spec_of(head_dim, softcap=softcap))
-        assert tile.shared_memory <= H200.shared_memory_per_block
+        assert all(tile.shared_memory(wants) <= H200.shared_memory_per_block for wants in SUBSETS)
         assert tile.head_dim >= head_dim
 
 
@@ -119,11 +121,36 @@ def test_the_program(head_dim: int, causal: bool) -> None:
     assert floats < 1.1 * 2 * 4 * 1000 * head_dim + 2 * 4 * 128 * head_dim
 
 
-def test_only_what_is_wanted_comes_back() -> None:
-    program = family.backward(spec_of(sinks=True), H200, frozenset({"k", "sinks"}))
-    assert [b.name for b in program.outputs] == ["dk", "dsinks"]
-    assert {"dq", "dv"} <= {b.name for b in program.workspace}
-    assert "sinks" in program.inputs
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("wants", SUBSETS, ids="".join)
+def test_only_what_is_wanted_is_made(wants: frozenset[str], sinks: bool, head_dim: int) -> None:
+    """No other outputs, sums, steps or pointers; the kernels are told."""
+    spec = spec_of(head_dim, lengths=(8192, 8192), sinks=sinks)
+    program = family.backward(spec, H200, wants | ({"sinks"} if sinks else set()))
+    names = [f"d{x}" for x in "qkv" if x in wants] + ["dsinks"] * sinks
+    assert [b.name for b in program.outputs] == names
+    assert ("sinks" in program.inputs) == sinks
+    held = {b.name for b in program.workspace}
+    of_dq = {"dq_accum", "turns"} if "q" in wants else set()
+    of_rows = {"delta"} if sinks or wants & {"q", "k"} else set()
+    assert held == {"lse_log2"} | of_dq | of_rows
+    steps = [step for step in program.steps if isinstance(step, Launch)]
+    assert [s.kernel.source for s in steps].count("bwd_sm90_convert") == ("q" in wants)
+    known = {*program.inputs, *names, *held}
+    assert all(buffer in known for step in steps for _, buffer in step.pointers)
+    told = dict(steps[1].kernel.defines)
+    assert {x for x in "qkv" if told[f"WANT_D{x.upper()}"]} == wants
+    tile = family.tile_of(spec)
+    assert steps[1].shared_memory <= tile.shared_memory(ALL)
+    if "q" not in wants:  # nobody adds to others' sums
+        words = family._words(spec, H200, tile, spec.q, wants)
+        assert words["aux4"] == 0 and not told["DETERMINISTIC"]
+
+
+def test_nothing_to_make_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        family.backward(spec_of(sinks=True), H200, frozenset({"sinks"}))
 
 
 def test_a_new_length_compiles_nothing() -> None:
@@ -217,8 +244,8 @@ def test_sections_fill_the_gpu(shape: tuple[int, int, int], sections: int) -> No
     batch, heads, length = shape
     signature = Signature("bfloat16", (batch, length, heads, 128), row_major((batch, length, heads, 128)))
     spec = bind(dict.fromkeys("qkv", signature), causal=True)
-    words = family._words(spec, H200, family.tile_of(spec), spec.q)
-    found = family.sections_of(spec, H200, int(words["aux1"]), int(words["aux2"]))
+    words = family._words(spec, H200, family.tile_of(spec), spec.q, ALL)
+    found = family.sections_of(spec, H200, int(words["aux1"]), int(words["aux2"]), ALL)
     assert found.count == sections
     assert (found.shares == 0) == (sections == 1)
     if sections > 1:

@@ -56,7 +56,7 @@ def forward_program(spec: AttentionSpec, device: Device) -> Program:
 
 def backward_program(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
     """The backward of a spec on a device for the gradients named in ``wants`` (of ``spec.GRADIENTS``)."""
-    # Hopper's main kernel makes all of dq, dk and dv: nothing for a call that wants none of them
+    # Hopper's main kernel makes some of dq, dk and dv: nothing for a call that wants none of them
     modules = BACKWARD if wants & {"q", "k", "v"} else tuple(m for m in BACKWARD if m != "sm90_backward")
     return _choose(modules, spec, device).backward(spec, device, wants)
 

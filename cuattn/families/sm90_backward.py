@@ -36,17 +36,16 @@ class Tile:
     block_n: int
     stages: int
     stages_do: int
-    ds_tiles: int  # tiles of P or dS in shared memory
-    dq_tile: bool  # whether dQ passes through shared memory
+    dq_tile: bool  # whether dQ passes through shared memory, and P does not
     pingpong: int
     v_regs: int
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory, the slack for 1024-byte alignment included."""
+    def shared_memory(self, wants: frozenset[str]) -> int:
+        """Bytes of dynamic shared memory for the gradients ``wants``, the slack for alignment included."""
         operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
-        exchanged = 2 * self.ds_tiles * self.block_m * self.block_n
-        sums = 4 * self.block_m * self.head_dim * self.dq_tile
+        tiles = 2 * ("q" in wants if self.dq_tile else ("v" in wants) + bool(wants & {"q", "k"}))  # P and dS
+        exchanged = 2 * tiles * self.block_m * self.block_n
+        sums = 4 * self.block_m * self.head_dim * (self.dq_tile and "q" in wants)
         rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
         return 1024 + operands + exchanged + sums + rows
 
@@ -55,13 +54,13 @@ class Tile:
 # 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share
 # 64 keys, or dK and dV would not fit.
 TILES = {
-    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 2, True, 0, 0),
-    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 2, True, 1, 0),
-    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, 4, False, 0, 0),
+    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, True, 0, 0),
+    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, True, 1, 0),
+    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, False, 0, 0),
 }
 # Short sequences at D 128: 64 rows waste less at the diagonal, half of V stays in registers (H200, TFLOP/s
 # at 1k/4k/16k: causal 372/576/663 against 351/563/667 with 80 rows, full 509/637/651 against 502/633/679).
-SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, 2, True, 1, 4)
+SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, True, 1, 4)
 SHORT_ROWS = 4096
 
 
@@ -168,7 +167,7 @@ class Sections:
 
     units: int
     together: int  # units of a section
-    shares: int  # CTAs that make a section's sums dQ, or zero; 0 with a single section
+    shares: int  # CTAs that make a section's sums dQ, or zero; 0 with a single section or without dQ
 
     @property
     def count(self) -> int:
@@ -180,7 +179,9 @@ class Sections:
         return self.units - (self.count - 1) * self.together
 
 
-def sections_of(spec: AttentionSpec, device: Device, query_slots: int, key_slots: int) -> Sections:
+def sections_of(
+    spec: AttentionSpec, device: Device, query_slots: int, key_slots: int, wants: frozenset[str]
+) -> Sections:
     """Sections that fill an L2, and the GPU ``SECTION_WAVES`` times."""
     units = spec.heads_kv * (1 if spec.varlen else spec.batch)
     rows = spec.total_q if spec.varlen else spec.seqlen_q
@@ -191,7 +192,7 @@ def sections_of(spec: AttentionSpec, device: Device, query_slots: int, key_slots
     tile = tile_of(spec)
     share_slots = SHARE_BYTES // (4 * tile.block_m * tile.head_dim)
     shares = -(-together * spec.group * query_slots // share_slots)
-    return Sections(units, together, shares if together < units else 0)
+    return Sections(units, together, shares if together < units and "q" in wants else 0)
 
 
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -199,27 +200,35 @@ def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Program:
-    """The backward program: from q, k, v, out, lse, dout and more to those of dq, dk, dv, dsinks wanted."""
+    """The backward program: from q, k, v, out, lse, dout and more to those of dq, dk, dv, dsinks wanted.
+
+    Not for calls that want none of dq, dk and dv.
+    """
     assert refuses(spec, device) is None
+    assert wants & {"q", "k", "v"}
     tile = tile_of(spec)
     sum_heads, sum_rows = sums_shape(spec, tile.block_m)
-    gradients = [Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in ("q", "k", "v")]
-    outputs = tuple(g for g in gradients if g.name[1:] in wants)
-    workspace = [g for g in gradients if g.name[1:] not in wants]
-    workspace += [
-        Buffer("delta", (sum_heads, sum_rows), "float32"),
-        Buffer("lse_log2", (sum_heads, sum_rows), "float32"),
-        Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
-    ]
-    units = spec.heads_kv * (1 if spec.varlen else spec.batch)  # not fewer than sections
-    workspace.append(Buffer("turns", (_turns(spec, tile.block_m) + 2 * units,), "int32"))
+    outputs = tuple(Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in "qkv" if x in wants)
+    workspace = [Buffer("lse_log2", (sum_heads, sum_rows), "float32")]
+    if _needs_delta(wants):
+        workspace.append(Buffer("delta", (sum_heads, sum_rows), "float32"))
+    if "q" in wants:
+        units = spec.heads_kv * (1 if spec.varlen else spec.batch)  # not fewer than sections
+        workspace += [
+            Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
+            Buffer("turns", (_turns(spec, tile.block_m) + 2 * units,), "int32"),
+        ]
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
     sinks = ("sinks",) if "sinks" in wants else ()
     inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *sinks)
-    steps = _launches(spec, device, tile, operands, bool(sinks))
+    steps = _launches(spec, device, tile, operands, wants)
     return Program(inputs=inputs, outputs=outputs, workspace=tuple(workspace), steps=steps)
+
+
+def _needs_delta(wants: frozenset[str]) -> bool:
+    return bool(wants & {"q", "k", "sinks"})
 
 
 def sums_shape(spec: AttentionSpec, block_m: int) -> tuple[int, int]:
@@ -249,12 +258,14 @@ def _operands(spec: AttentionSpec) -> tuple[str, ...]:
     return tuple(name for name, used in names.items() if used)
 
 
-def _words(spec: AttentionSpec, device: Device, tile: Tile, dout: Operand) -> dict[str, int | float]:
+def _words(
+    spec: AttentionSpec, device: Device, tile: Tile, dout: Operand, wants: frozenset[str]
+) -> dict[str, int | float]:
     row_begin, row_end, key_begin, key_end = visible(spec)
     rows, keys = (spec.total_q, spec.total_kv) if spec.varlen else (spec.seqlen_q, spec.seqlen_kv)
     query_slots = _slots(tile.block_m, rows, row_end - row_begin, spec)
     key_slots = _slots(tile.block_n, keys, key_end - key_begin, spec)
-    sections = sections_of(spec, device, query_slots, key_slots)
+    sections = sections_of(spec, device, query_slots, key_slots, wants)
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
     return {
@@ -295,14 +306,14 @@ def _launches(
     device: Device,
     tile: Tile,
     operands: tuple[str, ...],
-    sinks: bool,
+    wants: frozenset[str],
 ) -> tuple[Launch, ...]:
     out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
     dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
-    words = _words(spec, device, tile, dout)
+    words = _words(spec, device, tile, dout, wants)
     query_slots, key_slots = int(words["aux1"]), int(words["aux2"])
-    sections = sections_of(spec, device, query_slots, key_slots)
+    sections = sections_of(spec, device, query_slots, key_slots, wants)
     block_words = params.pack(words)
     row_begin, row_end, key_begin, key_end = visible(spec)
     row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
@@ -315,22 +326,28 @@ def _launches(
         ("HAS_RIGHT", int(common.hides_right(spec))),
         ("VARIABLE", int(spec.variable)),
         ("VARLEN", int(spec.varlen)),
-        ("DETERMINISTIC", int(spec.deterministic)),
+        ("DETERMINISTIC", int(spec.deterministic and "q" in wants)),
         ("SOFTCAP", int(spec.softcap > 0)),
         ("ALIBI", int(spec.alibi_slopes is not None)),
+        *((f"WANT_D{x.upper()}", int(x in wants)) for x in "qkv"),
     )
     pipeline = (
         ("STAGES", tile.stages),
         ("STAGES_DO", tile.stages_do),
         ("PINGPONG", tile.pingpong),
-        ("V_REGS", tile.v_regs),
+        ("V_REGS", tile.v_regs if "q" in wants else tile.v_regs // 2),  # else dK and dV spill
     )
-    shared = [*((x, x) for x in ("dq_accum", *operands)), ("semaphore", "turns")]
+    shared = [(x, x) for x in operands]
+    if "q" in wants:
+        shared += [("dq_accum", "dq_accum"), ("semaphore", "turns")]
     read = ("out", "dout", "lse", "dlse") if spec.dlse else ("out", "dout", "lse")
-    rows = [("delta", "delta"), ("scratch", "lse_log2")]
+    rows = [("scratch", "lse_log2")]
+    if _needs_delta(wants):
+        rows.append(("delta", "delta"))
+    row_defines = (*defines, ("WANT_DELTA", int(_needs_delta(wants))))
     pieces = spec.group * sections.units * query_slots * (tile.block_m * tile.head_dim // SUM_ROWS)
     prepare = Launch(
-        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", defines),
+        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", row_defines),
         grid=(-(-pieces // 4), 1, 1),
         block=128,
         shared_memory=0,
@@ -346,9 +363,9 @@ def _launches(
             1,
         ),
         block=THREADS,
-        shared_memory=tile.shared_memory,
+        shared_memory=tile.shared_memory(wants),
         block_words=block_words,
-        pointers=(*((f"d{x}", f"d{x}") for x in "qkv"), *rows, *shared),
+        pointers=(*((f"d{x}", f"d{x}") for x in "qkv" if x in wants), *rows, *shared),
         dependent=True,
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
@@ -366,14 +383,15 @@ def _launches(
         pointers=(("dq", "dq"), *shared),
         dependent=True,
     )
-    if not sinks:
-        return prepare, main, convert
+    steps = (prepare, main, convert) if "q" in wants else (prepare, main)
+    if "sinks" not in wants:
+        return steps
     dsinks = Launch(
-        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_dsinks", defines),
+        kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_dsinks", row_defines),
         grid=(spec.heads_q, 1, 1),
         block=256,
         shared_memory=0,
         block_words=block_words,
         pointers=(("sinks", "sinks"), ("dsinks", "dsinks"), *rows, *shared),
     )
-    return prepare, main, convert, dsinks
+    return (*steps, dsinks)
