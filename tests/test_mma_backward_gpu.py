@@ -45,8 +45,10 @@ def poison(program: Program) -> None:
     del held
 
 
-def run(spec: AttentionSpec, wants: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-    program = mma_backward.backward(spec, device.query(0), frozenset(wants))
+def run(
+    spec: AttentionSpec, wants: Any, arrays: dict[str, Any], family: Any = mma_backward
+) -> dict[str, Any]:
+    program = family.backward(spec, device.query(0), frozenset(wants))
     prepared = cuda.prepare_program(program, 0)
     poison(program)
     return prepared(arrays)
