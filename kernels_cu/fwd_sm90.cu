@@ -8,10 +8,8 @@
 //              1: where shared memory has no room: Q is reloaded after its last use, O leaves from the registers, and the
 //                 next tile's first S comes after this tile's end, by when its Q has arrived
 //   PINGPONG   1: named barriers let the warpgroups issue their products in turn
-//   POLL       1: the wait for the next K tile stands just behind the row maximum. It is needed anyway; there it keeps ptxas from
-//              hoisting the wait for P V over the shuffles, so that exps, packing and rescaling overlap with P V
-//   EARLY_EXPS groups of 8 exponentials of a thread that stand before that wait
-//   LATE_RESCALE 1: O takes the new maximum's factor beside the next S, instead of at the end of a step
+//   EARLY_EXPS groups of 8 exponentials of a thread that stand before the wait for P V. That wait stands behind the one for the
+//              next K tile, which is needed anyway and keeps ptxas from moving exponentials over it
 //   SCHEDULE   0: tile = block index + i * grid; 1: handed out by an atomic counter
 //   LPT        1: heaviest tiles (last rows) first, inside sections of aux1 heads whose keys and values fit in L2
 //   LOOP_MASKS 0: only the first block of a tile is ever crossed by a mask's edge
@@ -27,8 +25,10 @@
 #include "fwd_sm90.cuh"
 #include "philox.cuh"
 
-// Masks of the loop's steps go in before the product: pays with wide heads only; see Consumer::preset.
-#define PRESET (LOOP_MASKS && HEAD_DIM > 128 && !SOFTCAP && !SCATTERED && !VARIABLE)
+// Positions are compared only where weights are computed again. (Where V rows that nobody sees are looked for: before.)
+#define MASK_AGAIN (LOOP_MASKS && !SCATTERED)
+
+#define FAR 16384.f  // a thread's weights of a block sum up to no more than this; within float16, too
 
 // From a thread's first row of the entry to its second one.
 #define ROW_GAP (SPLIT && TILE_ROWS < 16 ? 0 : 8)
@@ -98,7 +98,7 @@ struct Consumer {
   }
 
   // ---- products
-  __device__ __forceinline__ void issue_qk(int i, int buffer, bool add = false) {
+  __device__ __forceinline__ void issue_qk(int i, int buffer) {
     u64 q = q_desc + buffer * (Q_BYTES >> 4);
     const u64 k = k_desc + (u64)((i % STAGES) * (K_BYTES >> 4));
     // fresh in each step: ptxas would keep every slab's descriptor in uniform registers, more than there are
@@ -106,7 +106,7 @@ struct Consumer {
 #pragma unroll
     for (int x = 0; x < HEAD_DIM / 16; x++)
       Wgmma<BLOCK_N>::ss<0, 0>(s, q + (x >> 2) * (BLOCK_M * 128 >> 4) + 2 * (x & 3), k + (x >> 2) * (BLOCK_N * 128 >> 4) + 2 * (x & 3),
-                               x > 0 || add);
+                               x > 0);
     wgmma_commit();
   }
   __device__ __forceinline__ void issue_pv(int i) {
@@ -141,13 +141,6 @@ struct Consumer {
       for (int i = 0; i < BLOCK_N / 2; i++) s[i] -= (i & 2 ? slope1 : slope0) * fabsf((i & 2 ? d1 : d0) - (8 * (i >> 2) + (i & 1)));
     }
 #endif
-  }
-  // PRESET: hidden scores start as -infinity, the others as 0, and the product is added: no branch between product and
-  // softmax. NOTE: -infinity + NaN is NaN: only where keys that nothing sees are cut off by the maps.
-  __device__ __forceinline__ void preset(int n) {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++) s[i] = 0.f;
-    hide(n);
   }
   __device__ __forceinline__ void hide(int n) {
     const int base = n * BLOCK_N + 2 * (lane() & 3), diagonal = row(tile) + tile.offset;
@@ -358,7 +351,7 @@ struct Consumer {
 #endif
   }
 
-  // Zeroes dropped weights; the sums keep them.
+  // Zeroes dropped weights, rounded already; the sums keep them.
   __device__ __forceinline__ void drop(int n) {
 #if DROPOUT
 #pragma unroll
@@ -370,21 +363,29 @@ struct Consumer {
         for (int y = 0; y < 4; y++)
 #pragma unroll
           for (int z = 0; z < 2; z++)
-            if (dropout_draw(words, 8 * y + z) >= (u32)p.dropout_threshold) s[4 * (x + y) + 2 * half + z] = 0.f;
+            if (dropout_draw(words, 8 * y + z) >= (u32)p.dropout_threshold) probs[2 * (x + y) + half] &= z ? 0xffffu : 0xffff0000u;
       }
 #endif
   }
 
   // ---- softmax
+  // Weights are 2^(score - reference) of a row. The reference is the maximum of the tile's first block, and a later maximum only
+  // where a thread's weights of a block sum up to more than FAR: a step that finds none needs no maximum and rescales nothing.
   // NOTE: natural units subtract first: of huge scores the product's rounding error would be huge.
   __device__ __forceinline__ float weight(float score, float subtrahend) const {
-    return exp2_approx(NATURAL ? (score - subtrahend) * scale : score * scale - subtrahend);
+    return exp2_approx(NATURAL ? (score - subtrahend) * scale : __fmaf_rn(score, scale, -subtrahend));
   }
-  __device__ __forceinline__ void row_max(bool masked, bool first) {
+  // What the scores' weights take off: of a row that has seen nothing -infinity, so that its weights are infinite or NaN.
+  __device__ __forceinline__ void aim() {
+    sub0 = NATURAL ? max0 : max0 * scale;
+    sub1 = NATURAL ? max1 : max1 * scale;
+    if (ALIBI) sub0 -= shift0 * scale, sub1 -= shift1 * scale;
+  }
+  // Takes the maxima of the scores and of what was, as references of the rows that `far` names (bits 0 and 1).
+  __device__ __forceinline__ void refer(bool masked, bool first, u32 far = 3) {
     const float old0 = max0, old1 = max1;
     float a = NEG_INF, b = NEG_INF;
     if (ALIBI || first) max0 = max1 = NEG_INF;
-    if (first) sum0 = sum1 = 0.f, shrink0 = shrink1 = 1.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i += 8) {
       max0 = fmaxf(max0, fmaxf(s[i], s[i + 1]));
@@ -400,42 +401,65 @@ struct Consumer {
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 1));
     max0 = fmaxf(max0, __shfl_xor_sync(~0u, max0, 2));
     max1 = fmaxf(max1, __shfl_xor_sync(~0u, max1, 2));
-    sub0 = NATURAL ? max0 : max0 * scale;
-    sub1 = NATURAL ? max1 : max1 * scale;
+    if (!first) {
+      if (!(far & 1)) max0 = old0;
+      if (!(far & 2)) max1 = old1;
+    }
+    aim();
     if (masked) {  // a row that has seen nothing yet: its weights become 2^-infinity
       if (max0 == NEG_INF) sub0 = 0.f;
       if (max1 == NEG_INF) sub1 = 0.f;
     }
-    if (!first) {
-      shrink0 = weight(old0, sub0);
-      shrink1 = weight(old1, sub1);
+    if (first) return;
+    shrink0 = far & 1 ? weight(old0, sub0 + (ALIBI ? shift0 * scale : 0.f)) : 1.f;
+    shrink1 = far & 2 ? weight(old1, sub1 + (ALIBI ? shift1 * scale : 0.f)) : 1.f;
+  }
+  // Weights of 8 scores: summed, and rounded into `probs`. The scores stay.
+  __device__ __forceinline__ void take(const float (&w)[8], int i, float (&sums)[4]) {
+    sums[0] += w[0] + w[1];
+    sums[1] += w[2] + w[3];
+    sums[2] += w[4] + w[5];
+    sums[3] += w[6] + w[7];
+#pragma unroll
+    for (int j = 0; j < 4; j++) probs[i / 2 + j] = pack_half2(w[2 * j], w[2 * j + 1]);
+  }
+  __device__ __forceinline__ void weigh(int i, float (&w)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; j++) w[j] = weight(s[i + j], j & 2 ? sub1 : sub0);
+  }
+  // Weights of scores from `from` on, a multiple of 8; the rows' sums of all in sums[0] and sums[1].
+  __device__ __forceinline__ void weigh_from(int from, float (&sums)[4]) {
+#pragma unroll
+    for (int i = from; i < BLOCK_N / 2; i += 8) {
+      float w[8];
+      weigh(i, w);
+      take(w, i, sums);
     }
-    if (!first) sum0 *= shrink0, sum1 *= shrink1;
-    if (ALIBI) sub0 -= shift0 * scale, sub1 -= shift1 * scale;
+    sums[0] += sums[2];
+    sums[1] += sums[3];
   }
-  // Of scores [from, to), multiples of 8.
-  __device__ __forceinline__ void exponentials(int from = 0, int to = BLOCK_N / 2) {
-    float a = 0.f, b = 0.f;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i += 8) {
-      if (i < from || i >= to) continue;
-#pragma unroll
-      for (int j = 0; j < 8; j++) s[i + j] = weight(s[i + j], j & 2 ? sub1 : sub0);
-      sum0 += s[i] + s[i + 1];
-      sum1 += s[i + 2] + s[i + 3];
-      a += s[i + 4] + s[i + 5];
-      b += s[i + 6] + s[i + 7];
-    }
-    sum0 += a;
-    sum1 += b;
+  // Of a tile's first block.
+  __device__ __forceinline__ void weigh_first() {
+    float sums[4] = {};
+    weigh_from(0, sums);
+    sum0 = sums[0];
+    sum1 = sums[1];
+    aim();
   }
-  __device__ __forceinline__ void round_probs() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; i++) probs[i] = pack_half2(s[2 * i], s[2 * i + 1]);
-  }
-  __device__ __forceinline__ void rescale() {
+  // Weights beyond what they may be: again, with references that fit. Rows without any keep theirs, bit for bit.
+  __device__ __forceinline__ void weigh_again(bool masked, float (&sums)[4]) {
+    touch(s);  // else ptxas keeps what both ways compute
+    u32 far = (sums[0] <= FAR ? 0 : 1) | (sums[1] <= FAR ? 0 : 2);
+    far |= __shfl_xor_sync(~0u, far, 1);
+    far |= __shfl_xor_sync(~0u, far, 2);
+    if (MASK_AGAIN && masked) hide(block), far = 3;  // whatever hidden scores may be
+    refer(true, false, far);
+    sum0 *= shrink0, sum1 *= shrink1;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) o[i] *= i & 2 ? shrink1 : shrink0;
+    sums[0] = sums[1] = sums[2] = sums[3] = 0.f;
+    weigh_from(0, sums);
+    aim();
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -641,15 +665,12 @@ struct Consumer {
     whole = word & 1;
   }
   // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
-  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n, bool masked = false) {
-    if (PRESET && masked) preset(n);
-    if (!POLL) wait_k(s_block);
+  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n) {
     turn_begin();
     touch(s);
     touch(o);
     wgmma_fence();
-    issue_qk(s_block, buffer, PRESET && masked);
-    if (LATE_RESCALE) rescale();
+    issue_qk(s_block, buffer);
     wait_v(s_block - 1);
     wgmma_fence();  // else ptxas injects it (C7519)
     issue_pv(s_block - 1);
@@ -662,20 +683,27 @@ struct Consumer {
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
-    issue_both(i, index % Q_BUFFERS, tile, tile.first - b, masked);
+    issue_both(i, index % Q_BUFFERS, tile, tile.first - b);
     release_q(b == tile.blocks() - 1);
-    transform(i, block, !PRESET && (SKIPPING && LOOP_MASKS ? crossed(block) : masked));
-    row_max(PRESET || SCATTERED || masked, false);
-    exponentials(0, 8 * EARLY_EXPS);
+    if (SKIPPING && LOOP_MASKS) masked = crossed(block);
+    transform(i, block, !MASK_AGAIN && masked);
+    if (ALIBI) aim();
+    float early[EARLY_EXPS + 1][8], sums[4] = {};
+#pragma unroll
+    for (int x = 0; x < EARLY_EXPS; x++) weigh(8 * x, early[x]);
     touch(s);
-    if (POLL) wait_k(i + 1);  // always comes: this tile's, the next one's first, or the producer's last arrival
+    // always comes: this tile's, the next one's first, or the producer's last arrival
+    mbarrier_wait_before(sh.k_full + 8 * ((i + 1) % STAGES), ((i + 1) / STAGES) & 1, sub0, sub1);
     wgmma_wait<0>();
     touch(o);
-    exponentials(8 * EARLY_EXPS, BLOCK_N / 2);
+#pragma unroll
+    for (int x = 0; x < EARLY_EXPS; x++) take(early[x], 8 * x, sums);
+    weigh_from(8 * EARLY_EXPS, sums);
     release_v(i - 1);
+    if (__any_sync(~0u, (MASK_AGAIN && masked) || !(sums[0] <= FAR && sums[1] <= FAR))) weigh_again(masked, sums);
+    sum0 += sums[0];
+    sum1 += sums[1];
     drop(block);
-    round_probs();
-    if (!LATE_RESCALE) rescale();
     clean_unseen(i);
   }
   // The tile's first block alone: its product, and what follows.
@@ -694,12 +722,11 @@ struct Consumer {
     if (!BIAS_TILES) release_k(count);
     release_q(tile.blocks() == 1);
     transform(count, block, true);
-    row_max(true, true);
-    exponentials();
+    refer(true, true);
+    weigh_first();
     drop(block);
-    round_probs();
     clean_unseen(count);
-    if (POLL) wait_k(count + 1);
+    wait_k(count + 1);
     clear();
     clean_high_end();
   }
@@ -709,7 +736,6 @@ struct Consumer {
     clean_low_end();
     wait_v(i);
     touch(o);
-    if (LATE_RESCALE) rescale();
     wgmma_fence();
     issue_pv(i);
   }
@@ -753,17 +779,16 @@ struct Consumer {
     const float m0 = max0, m1 = max1, l0 = sum0, l1 = sum1;
     enter(next);
     transform(i, block, first_masked());
-    row_max(first_masked(), true);
+    refer(first_masked(), true);
     touch(s);
-    if (POLL) wait_v(i);  // comes before the producer waits for anything that this step releases
+    wait_v(i);  // comes before the producer waits for anything that this step releases
     wgmma_wait<0>();
     touch(o);
-    exponentials();
+    weigh_first();
     release_v(i - 1);
     drop(block);
-    round_probs();
     finish(old, index, m0, m1, l0, l1);
-    if (POLL) wait_k(i + 1);
+    wait_k(i + 1);
     clear();
     index++;
     count = uniform(i);  // the stores above make ptxas think that lanes differ

@@ -88,6 +88,17 @@ __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
       "r"(parity)
       : "memory");
 }
+// The same; nothing that is computed from `a` and `b` moves ahead of it.
+__device__ __forceinline__ void mbarrier_wait_before(u32 bar, u32 parity, float& a, float& b) {
+  u32 x = __float_as_uint(a), y = __float_as_uint(b);
+  asm volatile(
+      "{\n.reg .pred P;\n.reg .b32 M;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 P, [%2], %3;\nselp.b32 M, 0xffffffff, 0, P;\n"
+      "@P bra E;\nbra L;\nE:\nand.b32 %0, %0, M;\nand.b32 %1, %1, M;\n}"
+      : "+r"(x), "+r"(y)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  a = __uint_as_float(x), b = __uint_as_float(y);
+}
 
 // ---------------------------------------------------------------------------------------------- barriers, registers
 __device__ __forceinline__ void barrier_sync(int id, int threads) {

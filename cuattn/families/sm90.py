@@ -35,10 +35,8 @@ class Tile:
     stages: int
     q_buffers: int
     pingpong: int
-    poll: int
     schedule: int
     early_exps: int = 0
-    late_rescale: int = 0
     bias_tiles: int = 0
     overlap_ends: int = 0
 
@@ -80,23 +78,23 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
+    early = 3 if max(d, dv) > 64 else 0  # exponentials that P V, longer with wide heads, hides
     if _featured(spec):
         found = _featured_tile(spec, d, dv, 64 if few else 128)
     elif max(d, dv) <= 128 and few:
-        found = Tile(d, dv, 64, 128, 2, 3, 0, 1, COUNTER)
+        found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
-        found = Tile(d, dv, 128, 128, 3, 3, 0, 1, COUNTER)
+        found = Tile(d, dv, 128, 128, 3, 3, 0, COUNTER)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
-        early = 2 if spec.softcap > 0 else 0
-        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, int(equal), COUNTER, early_exps=early)
+        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER)
     elif max(d, dv) <= 128:
-        found = Tile(d, dv, 128, 128, 2, 3, 0, 1, COUNTER, early_exps=int(spec.softcap == 0))
+        found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
-        found = Tile(d, dv, 128, 128, 2, 1, 0, 1, COUNTER, overlap_ends=int(equal))  # no room for a second Q
+        found = Tile(d, dv, 128, 128, 2, 1, 0, COUNTER, overlap_ends=int(equal))  # no room for a second Q
     elif max(d, dv) <= 192:
-        found = Tile(d, dv, 128, 112, 2, 1, 0, 1, COUNTER)
+        found = Tile(d, dv, 128, 112, 2, 1, 0, COUNTER, early_exps=1)
     else:  # O alone takes 128 registers
-        found = Tile(d, dv, 128, 80, 2, 1, 0, 0, COUNTER, late_rescale=1)
+        found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2)
     if equal or _tiles(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
     return found
@@ -106,11 +104,11 @@ def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     """Scores with operands of their own: 160 registers of three warpgroups would be too few."""
     wide = max(d, dv) > 64
     if spec.bias is not None and spec.bias.dtype == "float32" and spec.mask is None and wide:
-        return Tile(d, dv, block_m, 64, 3, 3, 0, 1, COUNTER)  # 64 keys: half as many registers for the bias
+        return Tile(d, dv, block_m, 64, 3, 3, 0, COUNTER)  # 64 keys: half as many registers for the bias
     # with 128 head dims a bias leaves room for one Q: in shared memory, or where it lies in registers, there
     q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
     stages = 3 if not wide and spec.bias is None else 2
-    return Tile(d, dv, block_m, 128, stages, q_buffers, 0, 1, COUNTER, bias_tiles=int(_bias_tiles(spec)))
+    return Tile(d, dv, block_m, 128, stages, q_buffers, 0, COUNTER, bias_tiles=int(_bias_tiles(spec)))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -241,9 +239,9 @@ def _out_map(spec: AttentionSpec) -> TensorMap:
 def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found = {name: value for name, value in common.defines(spec).items() if name != "ANY_SCALE"}
     found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
-    found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong, "POLL": t.poll}
+    found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
-    found |= {"EARLY_EXPS": t.early_exps, "LATE_RESCALE": t.late_rescale}
+    found |= {"EARLY_EXPS": t.early_exps}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
     found |= {"SPLIT": 0, "OVERLAP_ENDS": t.overlap_ends}
     return tuple(found.items())
