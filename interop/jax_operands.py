@@ -28,7 +28,7 @@ def canonical(named: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[lis
     Raises ``ValueError`` or ``TypeError`` naming the argument.
     """
     if xla_ffi.forked():
-        raise RuntimeError("cuattn: JAX was used before this process was forked; start workers with spawn")
+        raise RuntimeError(xla_ffi.FORKED)
     arrays = {name: _operand(name, x) for name, x in named.items()}
     static = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     backend = static.pop("backend", None)

@@ -29,6 +29,7 @@ from ..program import Host, Launch, Memset, Program, TensorMap
 from ..spec import ITEMSIZE
 from . import xla_handlers
 from .xla_handlers import (
+    FORKED,
     KEY_SLOTS,
     KEYS,
     SLOT_CALLS,
@@ -267,11 +268,20 @@ def _mark_forked() -> None:
     """In a forked child, where XLA's threads are gone, let no call of ours begin.
 
     What JAX has compiled would hang before it reaches a handler. A changed option that is part of JAX's cache
-    keys and of nothing else has it trace again, which our functions refuse (``jax_operands.py``).
+    keys and of nothing else has it trace again, which our functions refuse (``jax_operands.py``); programs
+    that were compiled ahead of time are refused by their text.
     """
     import jax
 
     TABLE[SLOT_FORKED] = 1
+    call = jax.stages.Compiled.__call__
+
+    def refuse_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(f'"cuattn_{platform}"' in (self.as_text() or "") for platform in ("cpu", "cuda")):
+            raise RuntimeError(FORKED)
+        return call(self, *args, **kwargs)
+
+    jax.stages.Compiled.__call__ = refuse_ours
     version = getattr(jax.config, "jax_xla_profile_version", None)
     if version is not None:
         jax.config.update("jax_xla_profile_version", version + 1)
@@ -287,4 +297,4 @@ def calls() -> int:
     return int(TABLE[SLOT_CALLS])
 
 
-__all__ = ["Encoded", "calls", "encode", "forked", "key_of", "put", "register", "resolve"]
+__all__ = ["FORKED", "Encoded", "calls", "encode", "forked", "key_of", "put", "register", "resolve"]

@@ -111,6 +111,7 @@ from .xla_structs import (
 KEYS, KEY_SLOTS = 16, 4096
 TABLE: NDArray[np.int64] = np.zeros(KEYS + 2 * KEY_SLOTS, np.int64)
 _table = make_symbol("cuattn_table_1", TABLE.ctypes.data)
+FORKED = "cuattn: JAX was used before this process was forked; start workers with spawn"
 # Tensor maps made before: [lock, address, words of the plan (20 at most), map], one for each hash.
 KEPT_MAPS, KEPT_BYTES, KEPT_WORDS, KEPT_MAP = 256, 320, 16, 184
 MAPS: NDArray[np.int64] = np.zeros(KEPT_MAPS * KEPT_BYTES // 8, np.int64)
@@ -236,7 +237,7 @@ def _plan(frame):  # type: ignore[no-untyped-def]
         return 0, _error(
             frame,
             FAILED_PRECONDITION,
-            text("cuattn: JAX was used before this process was forked; start workers with spawn"),
+            text(FORKED),
         )
     if (
         load64(attrs + ATTRS_SIZE) != 2
@@ -317,20 +318,26 @@ def pool_task(state):  # type: ignore[no-untyped-def]
 
 
 @_native()
-def _parallel(frame, body, block, tiles):  # type: ignore[no-untyped-def]
-    """body(block, tile) for every tile. The caller takes part, waits for claimed tiles only: no deadlock."""
-    api, context = load64(frame + FRAME_API), load64(frame + FRAME_CONTEXT)
-    args, threads = stack(64), stack(64)
+def _pool_threads(frame, args):  # type: ignore[no-untyped-def]
+    """Threads of XLA's pool; ``args``: 128 bytes of scratch."""
+    threads = args + 64
     store64(threads, 1)
     store64(args, 32)
     store64(args + 8, 0)
-    store64(args + THREADS_CONTEXT, context)
+    store64(args + THREADS_CONTEXT, load64(frame + FRAME_CONTEXT))
     store64(args + THREADS_COUNT, threads)
-    error = call64(load64(api + API_POOL_THREADS), (args,))
-    helpers = min(load64(threads), tiles) - 1
+    error = call64(load64(load64(frame + FRAME_API) + API_POOL_THREADS), (args,))
     if error != 0:
         _forget_error(frame, error)
-        helpers = 0
+        return 1
+    return load64(threads)
+
+
+@_native()
+def _parallel(frame, body, block, tiles):  # type: ignore[no-untyped-def]
+    """body(block, tile) for every tile. The caller takes part, waits for claimed tiles only: no deadlock."""
+    args = stack(128)
+    helpers = min(_pool_threads(frame, args), tiles) - 1 if tiles > 1 else 0
     if helpers <= 0:
         for tile in range(tiles):
             call64(body, (block, tile))
@@ -345,10 +352,10 @@ def _parallel(frame, body, block, tiles):  # type: ignore[no-untyped-def]
     for _ in range(helpers):
         store64(args, 40)
         store64(args + 8, 0)
-        store64(args + SCHEDULE_CONTEXT, context)
+        store64(args + SCHEDULE_CONTEXT, load64(frame + FRAME_CONTEXT))
         store64(args + SCHEDULE_TASK, load64(_table() + 8 * SLOT_TASK))
         store64(args + SCHEDULE_DATA, state)
-        error = call64(load64(api + API_POOL_SCHEDULE), (args,))
+        error = call64(load64(load64(frame + FRAME_API) + API_POOL_SCHEDULE), (args,))
         if error != 0:
             _forget_error(frame, error)
             _leave(state)

@@ -104,11 +104,14 @@ import faulthandler, warnings
 warnings.simplefilter("ignore")
 forward = jax.jit(lambda q, k, v: cuattn.flash_attention(q, k, v))
 ahead = forward.lower(q, k, v).compile()
-for function, given in ((step, args), (forward, args[:3]), (ahead, args[:3])):
+later = jax.jit(lambda q, k, v: cuattn.flash_attention(jnp.sin(q @ jnp.ones((16, 16))), k, v))
+later = later.lower(q, k, v).compile()
+for function, given in ((later, args[:3]), (step, args), (forward, args[:3]), (ahead, args[:3])):
     jax.block_until_ready(function(*given))
 calls = {
     "step": lambda: step(*args), "forward": lambda: forward(q, k, v), "ahead": lambda: ahead(q, k, v),
-    "eager": lambda: loss(*args), "gradient": lambda: jax.grad(lambda q: forward(q, k, v).sum())(q),
+    "later": lambda: later(q, k, v), "eager": lambda: loss(*args),
+    "gradient": lambda: jax.grad(lambda q: forward(q, k, v).sum())(q),
     "fresh": lambda: jax.jit(lambda q: cuattn.flash_attention(q, q, q))(q),
 }
 for name, call in calls.items():
@@ -129,7 +132,7 @@ step(*args)  # here all goes on
 def test_a_forked_process_is_told_to_spawn(tmp_path: Path) -> None:
     """XLA's threads are gone in a forked child: an error at the call, compiled before or not, and no hang."""
     codes = dict(line.split() for line in run(FORK, tmp_path).splitlines())
-    assert codes == dict.fromkeys(("step", "forward", "ahead", "eager", "gradient", "fresh"), "0")
+    assert codes == dict.fromkeys(("step", "forward", "ahead", "later", "eager", "gradient", "fresh"), "0")
 
 
 TORCH = """
