@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -21,7 +22,9 @@ import pytest
 import cuattn
 from cuattn.backends import cpu_code, cpu_team, reference
 from cuattn.backends import numba as backend
+from cuattn.backends.cpu_layout import lanes_of
 from cuattn.program import Host
+from cuattn.spec import Signature, bind
 
 ROOT = Path(__file__).parent.parent
 SMALL = "reduce.float32"  # quick to compile
@@ -29,6 +32,10 @@ SMALL = "reduce.float32"  # quick to compile
 
 def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def signature(x: Any) -> Signature:
+    return Signature(x.dtype.name, x.shape, tuple(s // x.itemsize for s in x.strides))
 
 
 def both(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> list[tuple[str, Any, Any]]:
@@ -57,6 +64,60 @@ def test_tile_edges(seqlens: tuple[int, int], causal: bool) -> None:
     q, dout = draw(0, 1, seqlens[0], 3, 40), draw(1, 1, seqlens[0], 3, 24)
     k, v = draw(2, 1, seqlens[1], 3, 40), draw(3, 1, seqlens[1], 3, 24)
     assert_close(both(q, k, v, dout, causal=causal), 5e-6)
+
+
+SHORT = {  # rows, keys, head dims, heads, options
+    "whole": (32, 32, (32, 32), (4, 4), {}),
+    "causal": (32, 32, (32, 32), (4, 4), {"causal": True}),
+    "grouped": (64, 64, (64, 32), (6, 2), {"causal": True}),
+    "more_keys": (32, 120, (16, 64), (4, 1), {"causal": True}),
+    "more_rows": (128, 24, (32, 16), (2, 2), {"causal": True}),
+    "window": (64, 128, (32, 32), (2, 2), {"window_size": (5, 3)}),
+    "rows_without_keys": (64, 40, (32, 32), (2, 2), {"window_size": (4, 2), "q_offset": -30}),
+    "beyond_the_keys": (64, 40, (32, 32), (2, 2), {"window_size": (3, 1), "q_offset": 20}),
+    "heads_first": (32, 32, (32, 32), (4, 2), {"layout": "bhsd", "softmax_scale": 0.5}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", SHORT)
+def test_short_sequences(case: str, dtype: str) -> None:
+    """A loop of their own; what nothing sees is NaN and changes no bit."""
+    rows, keys, (dim, dim_v), (heads, heads_kv), options = SHORT[case]
+    shapes = {"q": (2, rows, heads, dim), "k": (2, keys, heads_kv, dim), "v": (2, keys, heads_kv, dim_v)}
+    arrays = {n: draw(i, *shape, dtype=np.dtype(dtype)) for i, (n, shape) in enumerate(shapes.items())}
+    if options.get("layout") == "bhsd":
+        arrays = {n: x.swapaxes(1, 2) for n, x in arrays.items()}
+    spec = bind({n: signature(x) for n, x in arrays.items()}, **options)
+    (step,) = backend.forward_program(spec, 2).steps
+    loop = "small" if lanes_of(dtype) >= 8 else "forward"
+    assert isinstance(step, Host) and step.entry == f"{loop}.{dtype}"
+    run = functools.partial(cuattn.flash_attention, **options, return_lse=True)
+    out, lse = run(**arrays)
+    wanted = run(**{n: x.astype(np.float64) for n, x in arrays.items()}, backend="reference")
+    assert_close([("out", out, wanted[0]), ("lse", lse, wanted[1])], 2e-6 if dtype == "float32" else 4e-15)
+    if "window_size" in options:
+        position = np.arange(rows)[:, None] + options.get("q_offset", keys - rows) - np.arange(keys)
+        left, right = options["window_size"]
+        hidden = ~((position <= left) & (-position <= right)).any(0)
+        assert hidden.any()
+        dirty = {n: x.copy() for n, x in arrays.items()}
+        dirty["k"][:, hidden], dirty["v"][:, hidden] = np.nan, np.inf
+        for got, clean in zip(run(**dirty), (out, lse), strict=True):
+            np.testing.assert_array_equal(got, clean)
+
+
+def test_long_or_odd_sequences_are_cut_into_tiles() -> None:
+    """What ``cpu_small.py`` cannot do, or few heads of many rows, which threads would share badly."""
+    for rows, keys, dim, heads, options in (
+        (33, 32, 32, 4, {}), (32, 33, 32, 4, {}), (32, 32, 40, 4, {}), (32, 32, 128, 4, {}),
+        (256, 256, 64, 16, {}), (128, 128, 64, 3, {}), (32, 32, 32, 4, {"softmax_scale": -1.0}),
+        (32, 32, 32, 4, {"softcap": 2.0}),
+    ):  # fmt: skip
+        q, k = draw(0, 1, rows, heads, dim), draw(1, 1, keys, heads, dim)
+        spec = bind({"q": signature(q), "k": signature(k), "v": signature(k)}, **options)
+        (step,) = backend.forward_program(spec, 2).steps
+        assert isinstance(step, Host) and step.entry.startswith("forward"), (rows, keys, dim, heads, options)
 
 
 @pytest.mark.parametrize("threads", ["1", "2", "5"])
@@ -330,6 +391,32 @@ def test_tanh_is_within_two_ulps(real: str) -> None:
     assert ulps(y[keep], np.tanh(x[keep].astype(np.longdouble))) <= 2.0
 
 
+@pytest.mark.parametrize("real", ["float32", "float64"])
+def test_log_of_a_total(real: str) -> None:
+    """The logarithm in ``finish``: float32's LSE to half an ulp, float64's to three."""
+    import numba
+
+    simd = kernels(real)
+    finish = simd.finish
+
+    @numba.njit
+    def run(tops: int, totals: int, factor: int, lse: int, count: int) -> None:
+        for i in range(0, count, simd_lanes):
+            finish(tops, totals + i * itemsize, factor, lse + i * itemsize)
+
+    simd_lanes, itemsize = simd.lanes, simd.itemsize
+    x = np.concatenate([np.linspace(0.5, 3, 100_000), np.logspace(-30, 30, 20_000)]).astype(real)
+    x = x[: x.size // simd.lanes * simd.lanes]
+    totals, lse, factor, tops = x.copy(), np.empty_like(x), np.ones(2, real), np.zeros(simd.lanes, real)
+    run(*(a.ctypes.data for a in (tops, totals, factor, lse)), x.size)
+    np.testing.assert_array_equal(totals, np.array(1.0, real) / x)
+    assert ulps(lse, np.log(x.astype(np.longdouble))) <= (0.51 if real == "float32" else 3.0)
+    totals = np.resize(np.array([0.0, np.nan, 1.0], real), simd.lanes)
+    run(*(a.ctypes.data for a in (tops, totals, factor, lse)), simd.lanes)
+    assert lse[0] == -np.inf and np.isnan(lse[1]) and lse[2] == 0
+    assert totals[0] == 0 and np.isnan(totals[1]) and totals[2] == 1
+
+
 def test_half_precision_conversions() -> None:
     """Every float16 and bfloat16 there is, and rounding of float32 to both, as NumPy and ml_dtypes do it."""
     import numba
@@ -369,12 +456,15 @@ def test_other_register_tiles(without: str, tmp_path: Path) -> None:
     code = (
         "import numpy as np, cuattn\n"
         "rng = np.random.default_rng(0)\n"
-        "q, k, v, d = (rng.standard_normal((1, n, 2, 40), dtype=np.float32) for n in (70, 90, 90, 70))\n"
-        "found = []\n"
-        "for name in ('numba', 'reference'):\n"
-        "    out, pullback = cuattn.flash_attention_vjp(q, k, v, causal=True, backend=name)\n"
-        "    found.append([out, *pullback(d)[:3]])\n"
-        "for a, b in zip(*found): assert np.abs(a - b).max() < 1e-5\n"
+        "for rows, keys, dim in ((70, 90, 40), (64, 40, 32)):\n"
+        "    q, k, v, d = (rng.standard_normal((1, n, 2, dim)).astype('f')\n"
+        "                  for n in (rows, keys, keys, rows))\n"
+        "    found = []\n"
+        "    for name in ('numba', 'reference'):\n"
+        "        (out, lse), pullback = cuattn.flash_attention_vjp(\n"
+        "            q, k, v, causal=True, window_size=(20, 0), return_lse=True, backend=name)\n"
+        "        found.append([out, np.where(np.isfinite(lse), lse, 0), *pullback(d)[:3]])\n"
+        "    for a, b in zip(*found): assert np.abs(a - b).max() < 1e-5\n"
     )
     environment = {**os.environ, "CUATTN_CPU_FEATURES": without, "CUATTN_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=300)

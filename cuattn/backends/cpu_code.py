@@ -37,6 +37,7 @@ SOURCES = (
     "cpu_native.py",
     "cpu_scores.py",
     "cpu_simd.py",
+    "cpu_small.py",
     "cpu_team.py",
     "cpu_tiles.py",
     "../interop/native.py",

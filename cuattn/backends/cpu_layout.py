@@ -38,6 +38,10 @@ class Isa:
         """Query rows of a panel."""
         return self.vectors * self.lanes(itemsize)
 
+    def narrow(self) -> Isa:
+        """The tile for few query rows: one vector of them, 8 numbers at least."""
+        return Isa(self.vector_bytes, 8, 1)
+
 
 def isa_of(features: Callable[[str], bool]) -> Isa:
     """The register tile for a CPU: what its registers hold beside the operands of one step."""

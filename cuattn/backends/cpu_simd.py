@@ -38,6 +38,7 @@ from .cpu_native import (
 
 UNROLL = 4
 LN2 = 0.6931471805599453
+SQRT_HALF_BITS, MAGIC_BITS = (int(np.float64(x).view(np.int64)) for x in (0.5**0.5, 1.5 * 2.0**52))
 
 # 2^f for |f| <= 1/2. float32: minimax of degree 6 (at most 1 ulp in all, tested); float64: Taylor.
 EXP2_FLOAT32 = (
@@ -108,6 +109,7 @@ class _Vectors:
         self.type = ir.VectorType(self.scalar, self.lanes)
         self.int = I64 if double else I32
         self.ints = ir.VectorType(self.int, self.lanes)
+        self.doubles = ir.VectorType(ir.DoubleType(), self.lanes)
         self.coefficients = EXP2_FLOAT64 if double else EXP2_FLOAT32
         self.tanh_small = TANH_FLOAT64 if double else TANH_FLOAT32
         self.number = types.float64 if double else types.float32
@@ -189,6 +191,29 @@ class _Vectors:
         large = b.select(b.fcmp_ordered("<", x, self.zero), b.fneg(large), large)
         return b.select(b.fcmp_ordered("<", size, self.constant(TANH_SMALL)), small, large)
 
+    def log(self, b: Any, x: Any) -> Any:
+        """The natural logarithm of positive normal float64: 3 ulp at most, 1e-10 for float32's LSE."""
+        longs = ir.VectorType(I64, self.lanes)
+
+        def many(n: Any, kind: Any = self.doubles) -> Any:
+            return ir.Constant(kind, [n] * self.lanes)
+
+        # x = 2^e m, m in [sqrt(1/2), sqrt(2)): bits above those of sqrt(1/2) count e
+        bits = b.sub(b.bitcast(x, longs), many(SQRT_HALF_BITS, longs))
+        e = b.ashr(bits, many(52, longs))
+        m = b.bitcast(
+            b.add(b.and_(bits, many((1 << 52) - 1, longs)), many(SQRT_HALF_BITS, longs)), self.doubles
+        )
+        e = b.fsub(b.bitcast(b.add(e, many(MAGIC_BITS, longs)), self.doubles), many(1.5 * 2.0**52))
+        s = b.fdiv(b.fsub(m, many(1.0)), b.fadd(m, many(1.0)))  # log(m) = 2 atanh(s), |s| < 0.172
+        z = b.fmul(s, s)
+        terms = 11 if self.itemsize == 8 else 6
+        p = many(2.0 / (2 * terms - 1))
+        for n in range(terms - 2, -1, -1):
+            p = self.fma(b, p, z, many(2.0 / (2 * n + 1)))
+        value = self.fma(b, e, many(LN2), b.fmul(p, s))
+        return b.select(b.fcmp_unordered("uno", x, x), x, value)
+
     def factor(self, b: Any, address: Any) -> tuple[Any, Any]:
         """exp2's last two arguments from a positive number in memory."""
         factor = self.splat(b, b.load(self.pointer(b, address)))
@@ -205,12 +230,25 @@ class _Vectors:
         return ir.Constant(kind, low), ir.Constant(kind, [n // 2 + i for i in low])
 
     def transpose(self, b: Any, rows: list[Any]) -> list[Any]:
-        """A square of vectors, by perfect shuffles."""
-        half = self.lanes // 2
-        low, high = self._interleaved()
-        for _ in range(self.lanes.bit_length() - 1):
-            pairs = [(rows[i], rows[i + half]) for i in range(half)]
-            rows = [b.shuffle_vector(x, y, m) for x, y in pairs for m in (low, high)]
+        """A square of vectors: interleaved within 16 bytes, which are then dealt out."""
+        n, kind, part = self.lanes, ir.VectorType(I32, self.lanes), 16 // self.itemsize
+        distance = 1
+        while distance < n:
+            if distance < part:  # runs of ``distance`` from the lower or upper halves of x's and y's 16 bytes
+                starts = [j for i in range(0, n, part) for j in range(i, i + part // 2, distance)]
+                low = [j + n * y + i for j in starts for y in (0, 1) for i in range(distance)]
+                masks = [low, [i + part // 2 for i in low]]
+            else:
+                masks = [[i for i in range(2 * n) if i // part % 2 == odd] for odd in (0, 1)]
+            for i in range(n):
+                if not i & distance:
+                    x, y = rows[i], rows[i + distance]
+                    rows[i], rows[i + distance] = (
+                        b.shuffle_vector(x, y, ir.Constant(kind, m)) for m in masks
+                    )
+            distance *= 2
+        if part == 4:  # two bits of a row's number have changed places
+            rows = [rows[i & ~3 | (i & 1) << 1 | (i & 2) >> 1] for i in range(n)]
         return rows
 
     def row_sums(self, b: Any, rows: list[Any]) -> Any:
@@ -313,7 +351,7 @@ def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
     return scores
 
 
-def _make_softmax(v: _Vectors, isa: Isa) -> Any:
+def _make_softmax(v: _Vectors, isa: Isa, only: bool) -> Any:
     width, vectors = isa.width(v.itemsize), isa.vectors
 
     @intrinsic
@@ -322,7 +360,8 @@ def _make_softmax(v: _Vectors, isa: Isa) -> Any:
     ) -> Any:
         """s = 2^(factor * (s - top)) in place, decay likewise of former; total = total * decay + sum of s.
 
-        ``keys`` is even. former becomes top. A top of -inf counts as 0: nothing was seen.
+        ``keys`` is even. former becomes top. A top of -inf counts as 0: nothing was seen. ``only``: no block
+        was before; former and decay are not used.
         """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -333,6 +372,9 @@ def _make_softmax(v: _Vectors, isa: Isa) -> Any:
                 at = i * v.lanes
                 m = v.load(b, top, at)
                 subtrahends.append(v.subtrahend(b, m))
+                if only:
+                    totals.append(v.zero)
+                    continue
                 change = v.exp2(b, b.fsub(v.load(b, former, at), subtrahends[i]), *factor)
                 v.store(b, change, decay, at)
                 v.store(b, m, former, at)
@@ -407,6 +449,63 @@ def _make_normalise(v: _Vectors, isa: Isa) -> Any:
         return _void(3), codegen
 
     return normalise
+
+
+def _make_finish(v: _Vectors) -> Any:
+    @intrinsic
+    def finish(ctx: Any, top: Any, total: Any, factor: Any, lse: Any) -> Any:
+        """lse = top * scale + log(total), total = 1 / total; -inf and 0 where the total is 0.
+
+        One vector of each; the scale is the second number at ``factor``.
+        """
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            top, total, factor, lse = (v.pointer(b, x) for x in args)
+            x = v.load(b, total)
+            nothing = b.fcmp_ordered("==", x, v.zero)
+            scale = v.splat(b, b.fpext(b.load(v.at(b, factor, 1)), v.doubles.element))
+            wide = [y if v.itemsize == 8 else b.fpext(y, v.doubles) for y in (v.load(b, top), x)]
+            value = b.fadd(b.fmul(wide[0], scale), v.log(b, wide[1]))
+            value = value if v.itemsize == 8 else b.fptrunc(value, v.type)
+            v.store(b, b.select(nothing, v.constant(-np.inf), value), lse)
+            v.store(b, b.select(nothing, v.zero, b.fdiv(v.constant(1.0), x)), total)
+            return context.get_dummy_value()
+
+        return _void(4), codegen
+
+    return finish
+
+
+def _make_weighted_rows(v: _Vectors, isa: Isa) -> Any:
+    width, rows = isa.width(v.itemsize), isa.rows
+
+    @intrinsic
+    def weighted_rows(
+        ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, factor: Any, out: Any, out_stride: Any
+    ) -> Any:
+        """out[row][d] = factor[row] * sum of p[key][row] * x[key][d] for ``rows`` rows; 0 where factor is 0.
+
+        dim is a multiple of the lanes.
+        """
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            x, p, factor, out = (v.pointer(b, args[i]) for i in (0, 3, 5, 6))
+            x_stride, keys, dim, out_stride = (args[i] for i in (1, 2, 4, 7))
+            loop = _Loop(b, _i64(0), dim, v.lanes, [x, out])
+            x, out = loop.carried
+            sums, _, _ = _rank_1(
+                v, b, [v.zero] * rows, p, x, keys, _i64(width), x_stride, lambda u, r: u * width + r, 1
+            )
+            for r, value in enumerate(sums):
+                scale = v.splat(b, b.load(v.at(b, factor, r)))
+                value = b.select(b.fcmp_unordered("!=", scale, v.zero), b.fmul(value, scale), v.zero)
+                v.store(b, value, out, b.mul(out_stride, _i64(r)))
+            loop.close([v.at(b, x, v.lanes), v.at(b, out, v.lanes)])
+            return context.get_dummy_value()
+
+        return _void(8), codegen
+
+    return weighted_rows
 
 
 def _make_outer(v: _Vectors, isa: Isa) -> Any:
@@ -681,8 +780,9 @@ def make(real: str, isa: Isa) -> Any:
     return namespace(
         "simd", lanes=v.lanes, rows=isa.rows, width=isa.width(v.itemsize), itemsize=v.itemsize,
         scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
-        softmax=_make_softmax(v, isa), values=_make_values(v, isa), outer=_make_outer(v, isa),
-        normalise=_make_normalise(v, isa),
+        softmax=_make_softmax(v, isa, False), softmax_only=_make_softmax(v, isa, True),
+        values=_make_values(v, isa), outer=_make_outer(v, isa),
+        normalise=_make_normalise(v, isa), finish=_make_finish(v), weighted_rows=_make_weighted_rows(v, isa),
         weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
         transpose=_make_transpose(v), tanh=_make_tanh(v),
         dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),

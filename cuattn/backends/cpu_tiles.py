@@ -36,6 +36,7 @@ from .cpu_scores import (
     seed,
     up,
 )
+from .cpu_small import make_small
 
 IN_PLACE = 2  # panels of a tile up to which keys and values are read where they lie: copying costs more
 
@@ -264,6 +265,8 @@ def build(name: str, isa: Any) -> Callable[..., Any]:
     real, simd, features = np.dtype(real_name).type, cpu_simd.make(real_name, isa), tail == "features"
     if loop == "forward":
         return make_forward(real, simd, features)
+    if loop == "small":
+        return make_small(real, cpu_simd.make(real_name, isa.narrow()))
     if loop == "backward":
         return make_backward(real, simd, features)
     makers = {

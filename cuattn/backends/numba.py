@@ -50,6 +50,7 @@ DECODE_PART = 1024  # keys of a part at least
 SERIAL_WORK = 8.0e6  # below it (some 0.1 ms) waking helpers costs more than they bring
 TILE_WORK = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
 NEAR = 2 << 20  # elements of all keys and values: up to it the long rows of all heads come first, then short
+SMALL, SMALL_DIM = 128, 64  # rows, keys and head dims up to which reading keys and values in place is faster
 PARTS_PER_THREAD = 4  # the same for the backward, whose parts each hold sums of dk and dv
 
 
@@ -135,6 +136,27 @@ def _common(spec: AttentionSpec, rows: int, keys: int) -> Values:
     return values
 
 
+def _is_small(spec: AttentionSpec, threads: int) -> bool:
+    """Whether ``cpu_small.py`` has it: short sequences, whole vectors of 8 rows or more, groups of 8 keys.
+
+    A tile is a head there, which threads may share badly.
+    """
+    lanes, heads = lanes_of(spec.accumulator), spec.batch * spec.heads_q
+    return (
+        spec.dtype == spec.accumulator
+        and lanes >= 8
+        and max(spec.seqlen_q, spec.seqlen_kv) <= SMALL
+        and max(spec.head_dim, spec.head_dim_v) <= SMALL_DIM
+        and not any(n % lanes for n in (spec.seqlen_q, spec.head_dim, spec.head_dim_v))
+        and spec.seqlen_kv % 8 == 0
+        and spec.softmax_scale is not None
+        and spec.softmax_scale > 0
+        and not (_has_features(spec) or spec.sinks or spec.varlen or spec.q_seqlens or spec.kv_seqlens)
+        and spec.q_offset != "array"
+        and (spec.seqlen_q <= MIN_ROWS or _work(spec) < SERIAL_WORK or heads >= threads * TILES_PER_THREAD)
+    )
+
+
 def _fit(limit: int, length: int, step: int) -> int:
     """``limit``, or less where ``length`` needs less; a multiple of step."""
     return max(step, min(limit // step * step, -(-length // step) * step))
@@ -188,17 +210,19 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
 
     Few rows and no features: one over parts of the keys, and one that puts the parts together.
     """
+    threads = threads or thread_count()
     if spec.seqlen_q <= DECODE_ROWS and not _has_features(spec):
-        return _decode_program(spec, threads or thread_count())
-    rows = _forward_rows(spec, threads or thread_count())
+        return _decode_program(spec, threads)
+    small = _is_small(spec, threads)
+    rows = spec.seqlen_q if small else _forward_rows(spec, threads)
     keys = _fit(KEYS, spec.seqlen_kv, GROUP)
     inputs = tuple(_operands(spec))
     outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
     blocks = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
-    together = _together(spec, blocks, threads or thread_count())
+    together = _together(spec, blocks, threads)
     near = spec.batch * spec.heads_kv * spec.seqlen_kv * (spec.head_dim + spec.head_dim_v) <= NEAR
     step = Host(
-        _entry(spec, "forward", _has_features(spec)),
+        _entry(spec, "small", False) if small else _entry(spec, "forward", _has_features(spec)),
         -(-blocks // together),
         params.pack(_common(spec, rows, keys) | {"aux3": together, "aux4": int(near)}),
         tuple((name, name) for name in (*inputs, "out", "lse")),
