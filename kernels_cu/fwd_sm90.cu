@@ -16,6 +16,8 @@
 //   SPLIT      1: few rows against many keys. A tile's rows are those of aux6 query heads of a group, 2^aux5 of each, and its
 //              key blocks are cut into aux4 parts, a tile each; fwd_merge.cu makes out and lse of what they leave in scratch
 //   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
+//   CAP_TERMS  SOFTCAP: 3 or 5 terms of the polynomial that takes tanh's place, or 0
+//   KEYS_ONLY  the mask is the same for all queries;  BIAS_OF_KEYS: the bias is
 //   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: it can be read two columns at once;  BIAS_TILES 1: it comes by TMA, with K
 // Params: aux0 = query blocks of an entry (SPLIT: of a KV head, of aux6 heads each), aux1 = heads of a section, aux2 = tiles,
 // aux3 = first row that the K and V maps hold; aux4-6 = strides of fwd_sm90_mask.cu's bitmap (SPLIT: see there); semaphore from
@@ -30,9 +32,29 @@
 
 #define FAR 16384.f  // a thread's weights of a block sum up to no more than this; within float16, too
 
+// CAP_TERMS: of each 8 scores those (bits) whose tanh is a polynomial where that is good enough; see settle.
+#define CAP_LATE (CAP_TERMS && !ALIBI && !SCATTERED && !SPLIT)
+#if CAP_TERMS == 3  // tanh to 4e-4 of itself, as the instruction, up to 0.85
+#define CAP_SHARE 0xff
+#define CAP_COEFFICIENTS 0.9995825f, -0.32261626f, 0.089788253f
+#define CAP_MOST 0.69107f
+#elif CAP_TERMS == 5  // to 1.6e-4 up to 1.5
+#define CAP_SHARE 0x55
+#define CAP_COEFFICIENTS 0.99983713f, -0.3295488f, 0.1183421f, -0.030935207f, 0.0038410767f
+#define CAP_MOST 0.90515f
+#endif
+#if CAP_LATE
+#define FAR0 far0
+#define FAR1 far1
+#else
+#define FAR0 FAR
+#define FAR1 FAR
+#endif
 // From a thread's first row of the entry to its second one.
 #define ROW_GAP (SPLIT && TILE_ROWS < 16 ? 0 : 8)
 
+// BIAS: of how many rows a thread holds it; one if it is the same for all.
+#define BIAS_ROWS (BIAS && BIAS_OF_KEYS ? 1 : 2)
 // Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
 #define NATURAL (BIAS > 0)
 static_assert(!SCATTERED || (BLOCK_N % 8 == 0 && BLOCK_N <= 128), "what a row sees of a thread's columns are bits of one word");
@@ -51,6 +73,10 @@ struct Consumer {
   float unit;         // natural units of a raw score (SOFTCAP: of tanh's value)
   float scale;        // of kept scores, log2(e) included
   float cap_scale;    // SOFTCAP: raw scores to tanh's argument
+#if CAP_LATE
+  bool raw;           // a step's scores stay what they are, else they become tanh's values
+  float far0, far1, terms[CAP_TERMS];  // see settle
+#endif
   float o[HEAD_DIM_V / 2], s[BLOCK_N / 2];
   u32 probs[BLOCK_N / 4];
   float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1;
@@ -59,8 +85,12 @@ struct Consumer {
   float slope0, slope1, shift0, shift1;  // ALIBI: of the rows' heads, over unit; what the thread's scores still lack
   int block;          // SKIPPING: the key block of s
   bool whole;         // SKIPPING: mask and segments hide nothing of it
+#if SKIPPING
+  bool harmless;      // no V row of it needs to become zeros
+  int meetings;       // how many blocks were not
+#endif
   u32 shown0, shown1, seen;  // SCATTERED: bit 2 x + z: the row (some row of the thread) sees its column 8 x + z
-  u32 bias[BIAS == 2 ? BLOCK_N / 2 : BLOCK_N / 4];  // BIAS without BIAS_TILES
+  u32 bias[BLOCK_N / 8 * BIAS_ROWS * (BIAS == 2 ? 2 : 1)];  // BIAS without BIAS_TILES
   DropoutKey key;
 
   __device__ __forceinline__ int lane() const { return tid & 31; }
@@ -124,6 +154,37 @@ struct Consumer {
     for (int i = 0; i < BLOCK_N / 2; i++) s[i] = tanh_approx(s[i] * cap_scale);
 #endif
   }
+#if CAP_LATE
+  // Where the warp's references lie well between, steps leave scores raw. An exponent then has tanh by the special-function
+  // units or, for CAP_SHARE, x P(x^2), which is tanh while |tanh| < CAP_MOST, rises beyond, so that too large a score shows in the
+  // sum of the weights, and falls without end below: there weights are less than rounding errors. Elsewhere the latter's scores
+  // become tanh's values and P is `scale`.
+  __device__ __forceinline__ void settle() {
+    const float found[CAP_TERMS] = {CAP_COEFFICIENTS};
+    const float least = (10.f + log2_approx((float)p.seqlen_kv)) / scale - CAP_MOST;  // what is below weighs 2^-10 in all
+    raw = __all_sync(~0u, fminf(max0, max1) >= least && fmaxf(max0, max1) <= CAP_MOST - 7.f / scale);
+    far0 = raw ? fminf(FAR, exp2_approx(CAP_MOST * scale - sub0)) : FAR;
+    far1 = raw ? fminf(FAR, exp2_approx(CAP_MOST * scale - sub1)) : FAR;
+    float power = cap_scale;
+#pragma unroll
+    for (int i = 0; i < CAP_TERMS; i++, power *= cap_scale * cap_scale)
+      terms[i] = raw ? found[i] * scale * power : i == 0 ? scale : 0.f;
+  }
+  __device__ __forceinline__ void cap_shared() {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i++)
+      if (CAP_SHARE >> (i & 7) & 1) s[i] = tanh_approx(s[i] * cap_scale);
+  }
+  __device__ __forceinline__ float capped_weight(int i) const {
+    const float x = s[i], sub = i & 2 ? sub1 : sub0;
+    if (!(CAP_SHARE >> (i & 7) & 1)) return weight(tanh_approx(x * cap_scale), sub);
+    const float square = x * x;
+    float factor = terms[CAP_TERMS - 1];
+#pragma unroll
+    for (int j = CAP_TERMS - 2; j >= 0; j--) factor = __fmaf_rn(factor, square, terms[j]);
+    return exp2_approx(__fmaf_rn(x, factor, -sub));
+  }
+#endif
   // A key at distance d from the row's diagonal loses slope * |d|. Where all of the warpgroup's rows have a block on one side,
   // |d| is a row's distance to the thread's first column, `shift0` and `shift1`, and a constant: one instruction a score.
   __device__ __forceinline__ void add_alibi(int n) {
@@ -170,7 +231,8 @@ struct Consumer {
 #pragma unroll
     for (int x = 0; x < BLOCK_N / 8; x++) {
       load_bias(b, x, 0, shown0 && 8 * x < columns, shown0 && 8 * x + 1 < columns);
-      load_bias(b + 8 * p.bias_stride_q, x, 1, shown1 && 8 * x < columns, shown1 && 8 * x + 1 < columns);
+      if (BIAS_ROWS == 2)
+        load_bias(b + 8 * p.bias_stride_q, x, 1, shown1 && 8 * x < columns, shown1 && 8 * x + 1 < columns);
     }
 #endif
 #if SKIPPING
@@ -202,7 +264,7 @@ struct Consumer {
 #if BIAS == 1
   typedef u16 BiasElement;
   __device__ __forceinline__ void load_bias(const u16* b, int x, int half, bool first, bool second) {
-    u32& pair = bias[2 * x + half];
+    u32& pair = bias[BIAS_ROWS * x + half];
     pair = 0;
     if (PAIRS) {
       if (first) pair = *(const u32*)(b + 8 * x);
@@ -221,8 +283,8 @@ struct Consumer {
       if (first) pair.x = b[8 * x * p.bias_stride_k];
       if (second) pair.y = b[(8 * x + 1) * p.bias_stride_k];
     }
-    bias[4 * x + 2 * half] = __float_as_uint(pair.x);
-    bias[4 * x + 2 * half + 1] = __float_as_uint(pair.y);
+    bias[2 * (BIAS_ROWS * x + half)] = __float_as_uint(pair.x);
+    bias[2 * (BIAS_ROWS * x + half) + 1] = __float_as_uint(pair.y);
   }
 #endif
 #if BIAS
@@ -239,7 +301,7 @@ struct Consumer {
 #endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if (!BIAS_TILES) pairs[j] = bias[2 * x + j];
+      if (!BIAS_TILES) pairs[j] = bias[BIAS_ROWS == 2 ? 2 * x + j : x + j / 2];
       least[j & 1] = min_half2(least[j & 1], pairs[j]);
       const float2 pair = unpack_half2(pairs[j]);
       values[2 * j] = pair.x, values[2 * j + 1] = pair.y;
@@ -247,7 +309,7 @@ struct Consumer {
 #else
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      values[j] = __uint_as_float(bias[4 * x + j]);
+      values[j] = __uint_as_float(bias[BIAS_ROWS == 2 ? 4 * x + j : 2 * x + j / 4 * 2 + j % 2]);
       least[j & 1] = __float_as_uint(fminf(__uint_as_float(least[j & 1]), values[j]));
     }
 #endif
@@ -291,8 +353,13 @@ struct Consumer {
     return some;
   }
   // The scores of key block n, which is in stage i.
-  __device__ __forceinline__ void transform(int i, int n, bool edge) {
+  __device__ __forceinline__ void transform(int i, int n, bool edge, bool first = false) {
+#if CAP_LATE
+    if (first) cap();
+    else if (!raw) cap_shared();
+#else
     cap();
+#endif
     add_alibi(n);
 #if BIAS
     add_bias(i);
@@ -312,6 +379,9 @@ struct Consumer {
     return x | __shfl_xor_sync(~0u, x, 16);
   }
   __device__ __forceinline__ void note_seen(bool edge, bool some) {
+#if SKIPPING
+    if (harmless) return;
+#endif
 #if SCATTERED
     seen = some ? shown0 | shown1 : ALL_SEEN;
     if (edge) {
@@ -326,14 +396,20 @@ struct Consumer {
   }
   __device__ __forceinline__ void clean_unseen(int i) {
 #if SCATTERED
-    const int slot = i % SEEN_SLOTS;
+#if SKIPPING
+    if (harmless) return;  // alike in all warps
+    const int meeting = meetings++;
+#else
+    const int meeting = i;
+#endif
+    const int slot = meeting % SEEN_SLOTS;
     const u32 words = sh.seen + slot * (4 * NUM_WG * 16), full = sh.seen_full + 8 * slot;
     const u32 mine = over_rows(seen);
     if (lane() < 4) shared_store(words + (wg * 4 + warp) * 16 + 4 * lane(), mine);
     __syncwarp();
     mbarrier_arrive_if(full, lane() == 0);
     if (__all_sync(~0u, mine == ALL_SEEN)) return;
-    mbarrier_wait(full, (i / SEEN_SLOTS) & 1);
+    mbarrier_wait(full, (meeting / SEEN_SLOTS) & 1);
     u32 word = 0;
     for (int x = lane() >> 2; x < 4 * NUM_WG; x += 8) word |= shared_load(words + x * 16 + 4 * (lane() & 3));
     word = over_rows(word);
@@ -423,16 +499,25 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < 4; j++) probs[i / 2 + j] = pack_half2(w[2 * j], w[2 * j + 1]);
   }
-  __device__ __forceinline__ void weigh(int i, float (&w)[8]) const {
+  // CAPPED: scores are tanh's values (SOFTCAP).
+  template <bool CAPPED = false> __device__ __forceinline__ void weigh(int i, float (&w)[8]) const {
 #pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = weight(s[i + j], j & 2 ? sub1 : sub0);
+    for (int j = 0; j < 8; j++) {
+#if CAP_LATE
+      if (!CAPPED) {
+        w[j] = capped_weight(i + j);
+        continue;
+      }
+#endif
+      w[j] = weight(s[i + j], j & 2 ? sub1 : sub0);
+    }
   }
   // Weights of scores from `from` on, a multiple of 8; the rows' sums of all in sums[0] and sums[1].
-  __device__ __forceinline__ void weigh_from(int from, float (&sums)[4]) {
+  template <bool CAPPED = false> __device__ __forceinline__ void weigh_from(int from, float (&sums)[4]) {
 #pragma unroll
     for (int i = from; i < BLOCK_N / 2; i += 8) {
       float w[8];
-      weigh(i, w);
+      weigh<CAPPED>(i, w);
       take(w, i, sums);
     }
     sums[0] += sums[2];
@@ -441,25 +526,36 @@ struct Consumer {
   // Of a tile's first block.
   __device__ __forceinline__ void weigh_first() {
     float sums[4] = {};
-    weigh_from(0, sums);
+    weigh_from<true>(0, sums);
     sum0 = sums[0];
     sum1 = sums[1];
     aim();
+#if CAP_LATE
+    settle();
+#endif
   }
   // Weights beyond what they may be: again, with references that fit. Rows without any keep theirs, bit for bit.
   __device__ __forceinline__ void weigh_again(bool masked, float (&sums)[4]) {
     touch(s);  // else ptxas keeps what both ways compute
-    u32 far = (sums[0] <= FAR ? 0 : 1) | (sums[1] <= FAR ? 0 : 2);
+    u32 far = (sums[0] <= FAR0 ? 0 : 1) | (sums[1] <= FAR1 ? 0 : 2);
     far |= __shfl_xor_sync(~0u, far, 1);
     far |= __shfl_xor_sync(~0u, far, 2);
+#if CAP_LATE
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i++)
+      if (raw || !(CAP_SHARE >> (i & 7) & 1)) s[i] = tanh_approx(s[i] * cap_scale);
+#endif
     if (MASK_AGAIN && masked) hide(block), far = 3;  // whatever hidden scores may be
     refer(true, false, far);
     sum0 *= shrink0, sum1 *= shrink1;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) o[i] *= i & 2 ? shrink1 : shrink0;
     sums[0] = sums[1] = sums[2] = sums[3] = 0.f;
-    weigh_from(0, sums);
+    weigh_from<true>(0, sums);
     aim();
+#if CAP_LATE
+    settle();
+#endif
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -659,10 +755,15 @@ struct Consumer {
 
   // ---- the pipeline
   // SKIPPING: the producer says which key block it is; else n. NOTE: before K is released.
-  __device__ __forceinline__ void find_block(int i, int n) {
-    const u32 word = SKIPPING ? shared_load(sh.block + 4 * (i % STAGES)) : 2 * n;
-    block = SKIPPING ? (int)(word >> 1) : n;
+  __device__ __forceinline__ void find_block(const Tile& t, int i, int n) {
+    const u32 word = SKIPPING ? shared_load(sh.block + 4 * (i % STAGES)) : 4 * n;
+    block = SKIPPING ? (int)(word >> 2) : n;
     whole = word & 1;
+#if SKIPPING
+    // beyond all lengths the maps give zeros
+    const int end = VARIABLE ? (block + 1) * BLOCK_N : min((block + 1) * BLOCK_N, t.kv_len);
+    harmless = word & 2 || (whole && t.high_key(p) >= end && t.low_key(p) <= block * BLOCK_N);
+#endif
   }
   // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
   __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n) {
@@ -675,7 +776,7 @@ struct Consumer {
     wgmma_fence();  // else ptxas injects it (C7519)
     issue_pv(s_block - 1);
     turn_end();
-    find_block(s_block, n);
+    find_block(t, s_block, n);
     load_operands(t, block);
     wgmma_wait<1>();
     touch(s);
@@ -700,7 +801,7 @@ struct Consumer {
     for (int x = 0; x < EARLY_EXPS; x++) take(early[x], 8 * x, sums);
     weigh_from(8 * EARLY_EXPS, sums);
     release_v(i - 1);
-    if (__any_sync(~0u, (MASK_AGAIN && masked) || !(sums[0] <= FAR && sums[1] <= FAR))) weigh_again(masked, sums);
+    if (__any_sync(~0u, (MASK_AGAIN && masked) || !(sums[0] <= FAR0 && sums[1] <= FAR1))) weigh_again(masked, sums);
     sum0 += sums[0];
     sum1 += sums[1];
     drop(block);
@@ -712,7 +813,7 @@ struct Consumer {
     touch(s);
     wgmma_fence();
     issue_qk(i, q % Q_BUFFERS);
-    find_block(i, t.first);
+    find_block(t, i, t.first);
     load_operands(t, block);
   }
   __device__ __forceinline__ void open(const Tile& t) {
@@ -721,7 +822,7 @@ struct Consumer {
     touch(s);
     if (!BIAS_TILES) release_k(count);
     release_q(tile.blocks() == 1);
-    transform(count, block, true);
+    transform(count, block, true, true);
     refer(true, true);
     weigh_first();
     drop(block);
@@ -778,7 +879,7 @@ struct Consumer {
     issue_both(i, (index + 1) % Q_BUFFERS, next, next.first);
     const float m0 = max0, m1 = max1, l0 = sum0, l1 = sum1;
     enter(next);
-    transform(i, block, first_masked());
+    transform(i, block, first_masked(), true);
     refer(first_masked(), true);
     touch(s);
     wait_v(i);  // comes before the producer waits for anything that this step releases
@@ -797,6 +898,9 @@ struct Consumer {
   }
   __device__ __forceinline__ void run() {
     index = count = 0;
+#if SKIPPING
+    meetings = 0;
+#endif
     const Tile first = receive(0);
     if (none(first)) return;
     open_product(first, 0, 0);

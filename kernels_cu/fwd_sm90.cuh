@@ -121,6 +121,12 @@ __device__ __forceinline__ const u32* live_row(const Params& p, const Tile& tile
 __device__ __forceinline__ bool whole_block(const Params& p, const Tile& tile, int n) {
   return live_row(p, tile)[(int)p.aux6 / 2 + (n >> 5)] >> (n & 31) & 1;
 }
+// KEYS_ONLY: whether V has no NaN and no infinity in rows of key block n that may be hidden, by the words behind all others.
+__device__ __forceinline__ bool tame_block(const Params& p, const Tile& tile, int n, int group) {
+  const i64 rows = p.aux0 * (p.aux4 ? p.batch : 1) * (p.aux5 ? p.heads_q : 1);
+  const i64 head = tile.batch * p.heads_kv + tile.head / group;
+  return p.live_tiles[p.aux6 * rows + p.aux6 / 2 * head + (n >> 5)] >> (n & 31) & 1;
+}
 // The next key block to visit below n.
 __device__ __forceinline__ int block_below(const Params& p, const Tile& tile, int n) {
   if (!SKIPPING) return n - 1;
@@ -259,8 +265,10 @@ struct Producer {
   }
   __device__ __forceinline__ void load_k(int count, const Tile& tile, int n) {
     if (SKIPPING) {
+      // before the wait: it takes as long
+      const u32 facts = n == EMPTY_BLOCK ? 1 : whole_block(p, tile, n) + 2 * (KEYS_ONLY && tame_block(p, tile, n, group));
       mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
-      shared_store(sh.block + 4 * (count % STAGES), 2 * n + (n == EMPTY_BLOCK || whole_block(p, tile, n)));
+      shared_store(sh.block + 4 * (count % STAGES), 4 * n + facts);
     }
     load<SLABS, BIAS_BYTES>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
 #if BIAS_TILES

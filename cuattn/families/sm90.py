@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from . import common
-from .sm90_mask import mask_pass
+from .sm90_mask import keys_only, mask_pass
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = 232_448  # bytes a block may have
 ROWS_LIMIT = 1 << 29  # rows and offsets beyond this would overflow 32-bit coordinates
 STRIDE, COUNTER = 0, 1  # SCHEDULE in fwd_sm90.cu
+WIDE_CAP = 30.0  # softcaps from here on: nearly all scores lie within 0.85 of the cap
 SHORT_CAUSAL = 1536  # keys; smaller tiles won at 1k and lost at 2k
 
 
@@ -79,6 +80,8 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
     early = 3 if max(d, dv) > 64 else 0  # exponentials that P V, longer with wide heads, hides
+    if _cap_terms(spec) == 3:
+        early = 1
     if _featured(spec):
         found = _featured_tile(spec, d, dv, 64 if few else 128)
     elif max(d, dv) <= 128 and few:
@@ -86,7 +89,7 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
         found = Tile(d, dv, 128, 128, 3, 3, 0, COUNTER)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
-        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER)
+        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER, early_exps=early)
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
@@ -103,12 +106,14 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
 def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     """Scores with operands of their own: 160 registers of three warpgroups would be too few."""
     wide = max(d, dv) > 64
-    if spec.bias is not None and spec.bias.dtype == "float32" and spec.mask is None and wide:
-        return Tile(d, dv, block_m, 64, 3, 3, 0, COUNTER)  # 64 keys: half as many registers for the bias
     # with 128 head dims a bias leaves room for one Q: in shared memory, or where it lies in registers, there
     q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
     stages = 3 if not wide and spec.bias is None else 2
-    return Tile(d, dv, block_m, 128, stages, q_buffers, 0, COUNTER, bias_tiles=int(_bias_tiles(spec)))
+    early = 3 if wide and spec.mask is None and spec.dropout_p == 0 else 0
+    if spec.bias is not None and not _bias_tiles(spec):
+        early = 0  # registers: the bias is in them
+    found = Tile(d, dv, block_m, 128, stages, q_buffers, 0, COUNTER, early_exps=early)
+    return replace(found, bias_tiles=int(_bias_tiles(spec)))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -158,6 +163,17 @@ def _pairs(spec: AttentionSpec) -> bool:
         return False
     size = 4 if bias.dtype == "float32" else 2
     return bias.align >= 2 * size and all(stride % 2 == 0 for stride in bias.strides[:3])
+
+
+def _cap_terms(spec: AttentionSpec) -> int:
+    """Terms of softcap's polynomial; a small cap's scores come closer to it and need a wider range."""
+    measured = max(_rounded(spec.head_dim), _rounded(spec.head_dim_v)) in (64, 128) and not spec.variable
+    return 0 if spec.softcap == 0 or not measured else 3 if spec.softcap >= WIDE_CAP else 5
+
+
+def _bias_of_keys(spec: AttentionSpec) -> bool:
+    """Whether the bias is the same for all queries."""
+    return spec.bias is not None and spec.bias.strides[2] == 0
 
 
 def _bias_tiles(spec: AttentionSpec) -> bool:
@@ -244,6 +260,8 @@ def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found |= {"EARLY_EXPS": t.early_exps}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
     found |= {"SPLIT": 0, "OVERLAP_ENDS": t.overlap_ends}
+    found |= {"KEYS_ONLY": int(keys_only(spec)), "BIAS_OF_KEYS": int(_bias_of_keys(spec))}
+    found |= {"CAP_TERMS": _cap_terms(spec)}
     return tuple(found.items())
 
 

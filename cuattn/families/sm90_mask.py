@@ -1,7 +1,8 @@
 """Mask and segments for Hopper's forward: the pass ahead of it (``kernels_cu/fwd_sm90_mask.cu``), its memory.
 
 Pure. The pass says of each tile whether anything is left to see and whether nothing is hidden, and packs the
-mask to a bit a score.
+mask to a bit a score. Of a mask of keys it also says in which key blocks V is finite: what is hidden there
+need not become zeros.
 """
 
 from __future__ import annotations
@@ -43,12 +44,17 @@ def _packed(spec: AttentionSpec, block_m: int, blocks_m: int, blocks_n: int) -> 
     return (spec.batch if by_batch else 1) * per_batch, strides
 
 
-def _quads(spec: AttentionSpec) -> bool:
-    """Whether four columns of the mask are one aligned word."""
+def _wide(spec: AttentionSpec) -> bool:
+    """Whether 16 columns of the mask lie on 16 bytes."""
     mask = spec.mask
-    if mask is None or mask.strides[3] != 1 or mask.align < 4 or spec.seqlen_kv % 4:
+    if mask is None or mask.strides[3] != 1 or mask.align < 16:
         return False
-    return all(stride % 4 == 0 for stride in mask.strides[:3])
+    return all(stride % 16 == 0 for stride in mask.strides[:3])
+
+
+def keys_only(spec: AttentionSpec) -> bool:
+    """Whether the mask is the same for all queries, so that it hides keys from whole tiles."""
+    return spec.mask is not None and spec.mask.strides[2] == 0
 
 
 def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
@@ -62,24 +68,30 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
     row = 2 * -(-blocks_n // 32)
     strides = (heads * blocks_m * row if by_batch else 0, blocks_m * row if by_head else 0, row)
     size, packed = _packed(spec, block_m, blocks_m, blocks_n)
-    names = tuple(n for n in ("mask", "q_segment_ids", "kv_segment_ids") if n in common.operands(spec))
-    buffers = [Buffer("live_tiles", (batches * heads * blocks_m * row,), "int32")]
+    bits, scans = batches * heads * blocks_m * row, spec.batch * spec.heads_kv if keys_only(spec) else 0
+    wanted = {"mask", "q_segment_ids", "kv_segment_ids", *(("v",) if scans else ())}
+    names = tuple(n for n in common.operands(spec) if n in wanted)
+    buffers = [Buffer("live_tiles", (bits + scans * row // 2,), "int32")]
     pointers = [("live_tiles", "live_tiles")]
     if size:
         buffers.append(Buffer("mask_bits", (size,), "int32"))
         pointers.append(("scratch", "mask_bits"))
     defines = (
         ("MASK", int(spec.mask is not None)), ("SEGMENTS", int(spec.segments)),
-        ("BLOCK_M", block_m), ("BLOCK_N", block_n), ("QUADS", int(_quads(spec))),
+        ("BLOCK_M", block_m), ("BLOCK_N", block_n), ("WIDE", int(_wide(spec))),
+        ("HAS_LEFT", int(common.hides_left(spec) and not spec.variable)),
+        ("HAS_RIGHT", int(common.hides_right(spec) and not spec.variable)),
+        ("DTYPE", common.DTYPE_CODES[spec.dtype]), ("V_CHUNKS", spec.head_dim_v // 8 if scans else 0),
     )  # fmt: skip
-    own = {f"aux{i}": stride for i, stride in enumerate(strides)}
+    tiles = batches * heads * blocks_m * blocks_n
+    own = {f"aux{i}": stride for i, stride in enumerate(strides)} | {"aux3": bits}
     launch = Launch(
         kernel=Kernel("fwd_sm90_mask", "fwd_sm90_mask", defines),
-        grid=(batches * heads * blocks_m * blocks_n, 1, 1),
-        block=256,
+        grid=(-(-(tiles + scans * blocks_n) // 4), 1, 1),
+        block=128,
         shared_memory=0,
         block_words=params.pack(
-            common.words(spec) | own | {"aux4": heads, "aux5": blocks_m, "aux6": blocks_n}
+            common.words(spec) | own | {"aux4": heads, "aux5": blocks_m, "aux6": blocks_n, "aux7": tiles}
         ),
         pointers=(*((n, n) for n in names), *pointers),
     )
