@@ -440,6 +440,62 @@ def test_merging_nothing_and_merging_halves(run: Runner, normal: Normal) -> None
     close(run.back(lse), whole[1], 1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_one_query_of_each_sequence(run: Runner, normal: Normal, parts: int) -> None:
+    """pytorch#194167: with two parts of the keys the second sequence's row was never written."""
+    arrays = {n: normal(2, 1 if n == "q" else 1024, 4, 64, dtype=ml_dtypes.bfloat16) for n in "qkv"}
+    wanted = oracle(arrays, None, causal=True)[:2]
+    found = []
+    for part in np.split(np.arange(1024), parts):
+        given = {"q": arrays["q"], **{n: arrays[n][:, part] for n in "kv"}}
+        found.append(run(given, gradients=False, causal=True, q_offset=len(part) - 1))
+    out, lse = cuattn.merge_attention([run.to(f[0]) for f in found], [run.to(f[1]) for f in found])
+    assert run.back(out).shape == (2, 1, 4, 64)
+    close(run.back(out), wanted[0], 1e-2)
+    close(run.back(lse), wanted[1], 1e-4)
+
+
+@pytest.mark.parametrize("slots", [3, 128])
+def test_unused_slots_are_not_read(run: Runner, normal: Normal, slots: int) -> None:
+    """flash-attention#1745, #2374: a NaN in a slot beyond a sequence's length, times weight 0."""
+    lengths = [1, 3] if slots == 3 else [32, 64, 96, 48]
+    dtype, heads = (np.float16, 1) if slots == 3 else (ml_dtypes.bfloat16, 8)
+    q = np.full((len(lengths), 1, heads, 64), 0.5, dtype)
+    k, v = (normal(len(lengths), slots, heads, 64, dtype=dtype) for _ in range(2))
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = np.nan
+    given = {"q": q, "k": k, "v": v, "kv_seqlens": np.array(lengths, np.int32)}
+    out, lse, grads = run(given, dout=q)
+    for b, length in enumerate(lengths):
+        cut = {"q": q[b : b + 1], "k": k[b : b + 1, :length], "v": v[b : b + 1, :length]}
+        wanted, wanted_lse, wanted_grads = oracle(cut, q[b : b + 1])
+        close(out[b], wanted[0], 1e-2)
+        close(lse[b], wanted_lse[0], 1e-3)
+        for name in "kv":
+            close(grads[name][b, :length], wanted_grads[name][0], 1e-2)
+            assert not np.any(grads[name][b, length:])
+
+
+@pytest.mark.parametrize("shift", [-1e3, -1e6, -1e8, 1e6])
+def test_a_bias_that_is_large_everywhere(run: Runner, normal: Normal, shift: float) -> None:
+    """A finite bias hides nothing: softmax of the rounded scores, at most twice plain attention's error."""
+    arrays = {n: normal(1, 70, 2, 32) for n in "qkv"}
+    arrays["bias"] = (normal(1, 2, 70, 70) + shift).astype(np.float32)
+    out, lse, grads = run(arrays, dout=normal(1, 70, 2, 32))
+    q, k, v = (arrays[n].transpose(0, 2, 1, 3) for n in "qkv")
+    results = []
+    for kind in (np.float32, np.float64):
+        scores = (q.astype(kind) @ k.astype(kind).swapaxes(2, 3)) * kind(32**-0.5) + arrays["bias"].astype(
+            kind
+        )
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        results.append((weights / weights.sum(-1, keepdims=True) @ v.astype(kind)).transpose(0, 2, 1, 3))
+    plain, exact = results
+    assert np.abs(out - exact).max() <= 2 * np.abs(plain - exact).max() + 1e-6
+    assert np.isfinite(lse).all()
+    assert all(np.isfinite(x).all() for x in grads.values())
+
+
 def test_vmap_over_a_bias_and_not_over_a_mask(normal: Normal) -> None:
     """jax#23701, #36702: a crash with a mapped bias beside a mask that is not; a bias of one head refused."""
     jax = pytest.importorskip("jax")
