@@ -6,7 +6,8 @@ Binds the primitives to canonical operands (``jax_operands.py``). Must not know 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -68,6 +69,24 @@ def _pullback(
     return pullback
 
 
+WORDS = {
+    "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "window_size": "local_window_size",
+    "q_seqlens": "query_seq_lengths", "kv_seqlens": "key_value_seq_lengths",
+}  # fmt: skip
+
+
+@contextmanager
+def _in_the_callers_words() -> Iterator[None]:
+    """Errors name the drop-in's own arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, separator, rest = str(error).partition(": got ")
+        if not separator or name not in WORDS:
+            raise
+        raise type(error)(f"{WORDS[name]}{separator}{rest}") from None
+
+
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -114,7 +133,8 @@ def dot_product_attention(
             named[name] = jnp.asarray(x)
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
     options = {"causal": is_causal, "window_size": window, "softmax_scale": scale, "q_offset": 0}
-    out, lse = flash_attention(named, options)
+    with _in_the_callers_words():
+        out, lse = flash_attention(named, options)
     residual = lse.swapaxes(1, 2).astype(q.dtype)
     if query.ndim == 3:
         out, residual = out[0], residual[0]
@@ -184,7 +204,8 @@ def attention_fn(
     options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "dropout_p": rate}
     if rate:
         named["dropout_seed"] = jax.random.bits(dropout_rng, (), "uint32")
-    out, _ = flash_attention(named, options)
+    with _in_the_callers_words():
+        out, _ = flash_attention(named, options)
     return out.reshape(*lead, *out.shape[1:])
 
 

@@ -144,7 +144,11 @@ def test_errors_name_the_argument() -> None:
         ((q, k, v), {"implementation": "triton"}, "implementation"),
         ((q[0], k, v), {}, "key"),
         ((q, k, v, jnp.ones((3, 1, 6, 9))), {}, "bias"),
-        ((q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2)), {}, "3 heads"),
+        ((q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2)), {}, "key.*3 heads"),
+        ((q, k[:1], v[:1]), {}, "key: got batch 1"),
+        ((q, k, v), {"key_value_seq_lengths": jnp.ones(3, jnp.int32)}, "key_value_seq_lengths: got shape"),
+        ((q, k, v), {"local_window_size": (-3, 1)}, "local_window_size: got"),
+        ((q, k, v), {"scale": jnp.ones(2)}, "scale: got"),
     ):
         with pytest.raises(ValueError, match=words):
             dot_product_attention(*arguments, **options)
