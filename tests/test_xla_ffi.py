@@ -44,6 +44,8 @@ class Header:
         text = re.sub(r"//[^\n]*", "", text)
         text = re.sub(r"#define[^\n]*(\\\n[^\n]*)*", "", text)
         self.bodies = dict(re.findall(r"struct (XLA_FFI_\w+) \{(.*?)\n\}", text, re.S))
+        if "XLA_FFI_InternalExtension" in self.bodies:  # so called from JAX 0.12 on
+            self.bodies["XLA_FFI_Extension_Base"] = self.bodies["XLA_FFI_InternalExtension"]
         self.enums: dict[str, int] = {}
         self.enum_types = set(re.findall(r"typedef enum[^{]*\{[^}]*\}\s*(\w+);", text))
         for body in re.findall(r"typedef enum[^{]*\{([^}]*)\}", text):
