@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before JAX starts: eight CPU devices, to test meshes on. It changes nothing for GPUs.
@@ -44,6 +44,22 @@ def compiler() -> None:
         device.import_nvrtc()
     except Exception as fault:
         pytest.skip(f"no NVRTC: {fault}")
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skip on GPUs that Hopper's kernels are not for."""
+    if device.query(0).arch != 90:
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """JAX's arrays go to the first CPU device."""
+    import jax
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 GRADIENTS = ("q", "k", "v", "bias", "sinks")

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,15 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from cuattn.interop import jax_parallel  # noqa: E402
 from cuattn.interop.jax import ring_attention, ulysses_attention, zigzag_order  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    len(jax.devices("cpu")) < 8 or not hasattr(jax, "shard_map"),
-    reason="needs eight CPU devices and jax.shard_map",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        len(jax.devices("cpu")) < 8 or not hasattr(jax, "shard_map"),
+        reason="needs eight CPU devices and jax.shard_map",
+    ),
+    pytest.mark.usefixtures("on_cpu"),
+]
 DIFFERENTIATED = ("q", "k", "v", "sinks", "softmax_scale")
 ROWS = ("q", "k", "v", "q_segment_ids", "kv_segment_ids")  # operands that the sequence's axis splits
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def normal(seed: int, *shape: int) -> Any:

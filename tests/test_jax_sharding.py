@@ -19,15 +19,12 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from cuattn.interop.jaxcompat import knows_sharding_rules  # noqa: E402
 
-pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs eight CPU devices")
+pytestmark = [
+    pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs eight CPU devices"),
+    pytest.mark.usefixtures("on_cpu"),
+]
 attention = functools.partial(cuattn.flash_attention, return_lse=True)
 NAMES = ("q", "k", "v", "bias", "sinks")
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from cuattn import device, jit
 from cuattn.families import sm90_backward as family
 from cuattn.program import Launch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 pytest.importorskip("cupy")
 
 SINKS = {"sinks": (4,)}
@@ -33,12 +33,6 @@ CASES = [
     replace(cases.BY_NAME["varlen_causal"], name="packed_wide", head_dim=256),
     replace(cases.BY_NAME["q_seqlens"], name="lengths", head_dim=128),
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if device.query(0).arch != 90:
-        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

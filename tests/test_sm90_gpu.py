@@ -17,7 +17,7 @@ from cuattn.families import sm90
 from cuattn.interop import adapters
 from cuattn.spec import AttentionSpec, bind
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 
 GUARD = 4096  # bytes before and after an output that must stay as they are
@@ -28,12 +28,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (40, 7)},
 }
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if device.query(0).arch != 90:
-        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 def draw(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> Any:

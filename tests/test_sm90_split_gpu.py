@@ -13,7 +13,7 @@ from cuattn.backends import cuda, reference
 from cuattn.families import sm90_split
 from cuattn.spec import AttentionSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 plain = pytest.importorskip("test_sm90_gpu")
 
@@ -23,12 +23,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (300, 7)},
 }
 PARTS = (1, 2, 3, 7, 40)  # 40: more than there are key blocks
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if device.query(0).arch != 90:
-        pytest.skip("needs a GPU of compute capability 9.0")
 
 
 def prepare(spec: AttentionSpec, parts: int | None = None, block_m: int | None = None) -> cuda.Prepared:

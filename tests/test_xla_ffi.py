@@ -168,21 +168,20 @@ def ffi(program: Program) -> Callable[[Any], Any]:
 
 
 @pytest.fixture
-def on_cpu() -> Iterator[None]:
+def doubling(on_cpu: None) -> None:
+    """A host loop, known to the handlers."""
     xla_ffi.put(xla_ffi.key_of("host", "test_double"), double.address)
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 @pytest.mark.parametrize(("length", "step"), [(16, 16), (1024, 16), (4096, 1)])
-def test_host_loops_and_memsets(on_cpu: None, length: int, step: int) -> None:
+def test_host_loops_and_memsets(doubling: None, length: int, step: int) -> None:
     x = np.arange(length, dtype=np.int64) * 3
     run = ffi(host_program(length, step))
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(run(x.view(np.uint32))).view(np.int64), 2 * x)
 
 
-def test_host_loops_from_many_threads(on_cpu: None) -> None:
+def test_host_loops_from_many_threads(doubling: None) -> None:
     x = np.arange(4096, dtype=np.int64)
     run = ffi(host_program(4096, 8))
     wrong = []
@@ -200,7 +199,7 @@ def test_host_loops_from_many_threads(on_cpu: None) -> None:
     assert not wrong
 
 
-def test_errors_come_out_of_jax(on_cpu: None) -> None:
+def test_errors_come_out_of_jax(doubling: None) -> None:
     x = np.zeros(2048, np.uint32)
     good = xla_ffi.encode(host_program())
     shapes = [jax.ShapeDtypeStruct((2048,), jnp.uint32), jax.ShapeDtypeStruct((40,), jnp.uint8)]
