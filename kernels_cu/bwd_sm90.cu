@@ -14,7 +14,15 @@
 #endif
 #define DS_TILES (WANT_DQ ? 2 : 0)
 #define DQ_BYTES (WANT_DQ ? BLOCK_M * HEAD_DIM * 4 : 0)
-#include "bwd_sm90_block.cuh"
+#include "bwd_sm90_scores.cuh"
+
+#if BIAS_TILES
+#define MAP_BIAS &map_bias
+#define AND_MAP_BIAS , const __grid_constant__ TMap map_bias
+#else
+#define MAP_BIAS nullptr
+#define AND_MAP_BIAS
+#endif
 
 #define DQ_SPLIT (D == 128)                      // dQ^T's warpgroups split its head dims; otherwise its query rows
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
@@ -24,9 +32,10 @@
 
 // Whether nobody has added to a block before; otherwise waits until one may. Deterministic: key blocks take turns in their order.
 // `before` is what claim_turn found.
-__device__ __forceinline__ bool may_store(const Work& w, int m, int* turns, int before) {
+__device__ __forceinline__ bool may_store([[maybe_unused]] const Params& p, const Work& w, [[maybe_unused]] int head, int m,
+                                          int* turns, int before) {
 #if DETERMINISTIC
-  const int turn = HAS_LEFT ? w.n - max(0, m * BLOCK_M + w.seen.left) / BLOCK_N : w.n;
+  const int turn = turn_of(p, w, head, m);
   if (turn > 0) wait_for_turn(turns, turn);
   return turn == 0;
 #else
@@ -41,13 +50,14 @@ __device__ __forceinline__ bool may_store(const Work& w, int m, int* turns, int 
 __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
   const int group = group_of(p);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
-  int left = group * w.blocks();
+  int left = steps_of(p, w, group);
   if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
   dependency_wait();
   int* pass = nullptr;  // turns to hand on when the last sum is there
   for (int g = 0; g < group; g++) {
     const int block = (int)(first_sum(p, w.seen, w.head_kv * group + g) / BLOCK_M);
-    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+    const Walk walk(p, w, w.head_kv * group + g);
+    for (int i = 0, m = walk.first(), blocks = walk.blocks(); i < blocks; i++, m = walk.after(m)) {
       const int half = 2 * (block + m) + part;
       int* turns = p.semaphore + half;
       bool store = false;
@@ -56,9 +66,9 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
           const int before = DETERMINISTIC ? 0 : claim_turn(turns);  // comes while the last sum is awaited
           bulk_wait<0>();
           pass_turn(pass, DETERMINISTIC ? 1 : STORED);
-          store = may_store(w, m, turns, before);
+          store = may_store(p, w, w.head_kv * group + g, m, turns, before);
         } else {
-          store = may_store(w, m, turns, DETERMINISTIC ? 0 : claim_turn(turns));
+          store = may_store(p, w, w.head_kv * group + g, m, turns, DETERMINISTIC ? 0 : claim_turn(turns));
         }
         pass = DETERMINISTIC || store ? turns : nullptr;
       }
@@ -87,18 +97,22 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
 // ------------------------------------------------------------------------------------------------ consumers
 __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const int group = group_of(p), steps = group * w.blocks();
+  const int group = group_of(p), steps = steps_of(p, w, group);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
-  const float scale_log2 = softmax_scale * (float)LOG2E;
-#if TRANSFORM
+  [[maybe_unused]] const float scale_log2 = softmax_scale * (float)LOG2E;
+#if NATURAL
+  const float unit = (float)LOG2E;
+#elif TRANSFORM
   const float unit = 1.f, cap_in = SOFTCAP ? softmax_scale / (float)p.softcap : 0.f;
   const float cap_log2 = (float)(p.softcap * LOG2E), cap_out = 1.f / cap_log2;
-  const int offset = w.seen.entry.offset + w.seen.row_begin - w.seen.key_begin + 2 * (lane & 3);
+#else
+  const float unit = scale_log2;
+#endif
+#if TRANSFORM
+  [[maybe_unused]] const int offset = w.seen.entry.offset + w.seen.row_begin - w.seen.key_begin + 2 * (lane & 3);
 #if ALIBI
   const float* slopes = (const float*)p.alibi_slopes + w.seen.entry.batch * p.alibi_slopes_stride_b;
 #endif
-#else
-  const float unit = scale_log2;
 #endif
   float dk[D / 2], dv[DV / 2];
 #pragma unroll
@@ -169,25 +183,73 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
   };
 
+  [[maybe_unused]] Features<BLOCK_M / 2> features(p, w, row, 2 * (lane & 3), part * 128 + thread);
+#if DROPOUT
+  const DropoutKey dropout = dropout_key(p, w.seen.entry.batch, 0);
+  const float dropout_scale = (float)p.dropout_scale;
+#endif
+
   Ring rq{0, 0}, rdo{0, 0};
   int m = w.m_first, left = steps;
   [[maybe_unused]] int head = 0;  // in the group
   auto step = [&](int ds_buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
-    const int q_stage = rq.stage, next_m = w.after(m);
+    const int q_stage = rq.stage;
+#if SKIPPING
+    mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
+    u32 block, of_head, whole, none;  // what the stage holds
+    shared_load_v4(base + S_SLOT + 16 * rq.stage, block, of_head, whole, none);
+    m = (int)block;
+    head = (int)of_head - w.head_kv * group;
+#else
+    const int next_m = w.after(m);
+#endif
     wait_q(rq, m);
+#if SCATTERED
+    wait_do(rdo, m);
+    clean_rows(base + S_Q + rq.stage * Q_BYTES, base + S_DO + rdo.stage * DO_BYTES, base + S_LSE + rq.stage * ROW_BYTES,
+               w.seen.rows - m * BLOCK_M, part, thread);
+#endif
     if (PINGPONG) barrier_sync(ID_TURN + part, 256);
     wgmma_fence();
     issue_s(rq.stage);
+#if !SCATTERED
     wait_do(rdo, m);
+#endif
 #if NEED_DS
     wgmma_fence();
     issue_dp(rdo.stage);
 #endif
     if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
+    features.load_mask(w.head_kv * group + head, m);
+#if DROPOUT
+    u32 kept[WORDS];
+    DropoutKey key = dropout;
+    key.head += w.head_kv * group + head;
+    kept_weights(kept, p, key, w.seen.row_begin + m * BLOCK_M, (w.seen.key_begin + key0) / 32 + 2 * part + (warp >> 1),
+                 base + S_KEPT + ds_buffer * KEPT_BYTES, part, warp, lane);
+#endif
     wgmma_wait<NEED_DS>();
     touch(s);
-#if TRANSFORM
+#if BIAS
+#if ALIBI
+    const float far = (float)(m * BLOCK_M - key0 - row + offset), slope = slopes[w.head_kv * group + head];
+#endif
+#pragma unroll
+    for (int x = 0; x < BLOCK_M / 16; x++) {
+      float values[8];
+      features.get_bias(values, x, w.head_kv * group + head, m, ds_to - S_DS + S_BIAS + q_stage * BIAS_BYTES);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {  // a select: where the bias hides, the score may be anything
+        const int i = 8 * x + j;
+        float score = s[i] * softmax_scale + values[j];
+#if ALIBI
+        score -= slope * fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2)));
+#endif
+        s[i] = values[j] == NEG_INF ? values[j] : score;
+      }
+    }
+#elif TRANSFORM
     // Scores in base 2 before the masks; the softcap's slope is found again from the weight, which costs no register.
     const float far = (float)(m * BLOCK_M - key0 - row + offset);
     auto distance = [&](int i) INLINE { return fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2))); };
@@ -214,15 +276,23 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
+#if SKIPPING
+    features.hide(s, m, whole);
+#endif
     const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
     rq.next(STAGES);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
       const float2 l = shared_load_f2(lse_at + i * 8);
+#if NATURAL
+#pragma unroll
+      for (int x = i; x < i + 4; x++) s[x] = exp2_approx((s[x] - (x & 1 ? l.y : l.x)) * unit);
+#else
       s[i] = exp2_approx(s[i] * unit - l.x);
       s[i + 1] = exp2_approx(s[i + 1] * unit - l.y);
       s[i + 2] = exp2_approx(s[i + 2] * unit - l.x);
       s[i + 3] = exp2_approx(s[i + 3] * unit - l.y);
+#endif
     }
 #if NEED_DS
     wgmma_wait<0>();
@@ -235,8 +305,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #if NEED_DS
       float2 d = shared_load_f2(delta_at + i * 8);
 #endif
+#if DROPOUT
+      float w4[4];
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        w4[x] = is_kept(kept, i + x) ? s[i + x] : 0.f;
+        if (NEED_DS) dp[i + x] = is_kept(kept, i + x) ? dp[i + x] : 0.f;
+      }
+      pp[i / 2] = pack_half2(w4[0], w4[1]);
+      pp[i / 2 + 1] = pack_half2(w4[2], w4[3]);
+#else
       pp[i / 2] = pack_half2(s[i], s[i + 1]);
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
+#endif
 #if NEED_DS
 #if SOFTCAP
       const float2 l = shared_load_f2(lse_at + i * 8);
@@ -246,8 +327,22 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         s[x] *= fmaxf(1.f - t * t, 0.f);  // a weight of 0: t is infinite
       }
 #endif
+#if SCATTERED || DROPOUT
+#pragma unroll
+      for (int x = i; x < i + 4; x++) {  // where nothing is seen, dP and delta may be anything
+#if DROPOUT
+        dp[x] = fmaf(dp[x], dropout_scale, x & 1 ? -d.y : -d.x);
+#else
+        dp[x] -= x & 1 ? d.y : d.x;
+#endif
+        s[x] = SCATTERED && s[x] == 0.f ? 0.f : s[x] * dp[x];
+      }
+      ds[i / 2] = pack_half2(s[i], s[i + 1]);
+      ds[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
+#else
       ds[i / 2] = pack_half2(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
       ds[i / 2 + 1] = pack_half2(s[i + 2] * (dp[i + 2] - d.x), s[i + 3] * (dp[i + 3] - d.y));
+#endif
 #endif
     }
 #if WANT_DQ
@@ -313,8 +408,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     touch(dk);
 #endif
     if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
+#if !SKIPPING
     m = next_m;
-    if (ALIBI && m == w.m_first) head++;
+    if ((ALIBI || BIAS || DROPOUT) && m == w.m_first) head++;
+#endif
     left--;
   };
 
@@ -323,6 +420,11 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #if VARIABLE
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
+#endif
+#if SCATTERED
+  clean_keys<D / 64>(base + S_K, part, thread);
+  if (NEED_DS) clean_keys<DV / 64>(base + S_V, part, thread);
+  barrier_sync(ID_WARPGROUP + part, 128);
 #endif
 #if V_REGS
 #pragma unroll
@@ -346,7 +448,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
   [[maybe_unused]] const int rows = keys - part * 64;
 #if WANT_DV
-  store_gradient<DV>(dv, 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows, (int)p.head_dim_v, warp, lane);
+  store_gradient<DV>(dv, DROPOUT ? (float)p.dropout_scale : 1.f, base + S_V + part * 8192, BLOCK_N * 128, dv_to, p.dv_stride_s, rows,
+                     (int)p.head_dim_v, warp, lane);
 #endif
 #if WANT_DK
   barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
@@ -358,7 +461,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
                             const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
-                            const __grid_constant__ TMap map_do) {
+                            const __grid_constant__ TMap map_do AND_MAP_BIAS) {
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
@@ -379,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     registers_give<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
+      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, MAP_BIAS, w, base);
     } else if (WANT_DQ && warp <= CONSUMERS) {
       write_dq(p, w, base, warp - 1, threadIdx.x & 31);
     }

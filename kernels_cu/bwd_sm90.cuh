@@ -8,7 +8,10 @@
 //
 // The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query slots of a head and aux2 key slots of a
 // unit (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if there is
-// one section; aux5, aux6 rows of packed q and k; aux7 where the sections' progress lies behind the turns.
+// one section; aux5, aux6 rows of packed q and k; aux7 where the sections' progress lies behind the turns. With mask or segments:
+// q_stride_b, h, s strides of live_tiles by entry, head and key block, v_stride_h where the words of query blocks begin and v_stride_s
+// how many each has; k_stride_b, h, s strides of the packed mask by entry, head and query block (bwd_sm90_mask.cu). q, k and v come
+// by tensor maps.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
@@ -22,6 +25,8 @@
 #define WANT_DV 1
 #endif
 #define NEED_DS (WANT_DQ || WANT_DK)
+#define SKIPPING (MASK || SEGMENTS)  // tiles in which they leave nothing are left out
+#define NATURAL (BIAS > 0)           // scores and LSE in natural units, subtracted first: a bias of finfo.min must not overflow
 
 struct Visible {
   Entry entry;

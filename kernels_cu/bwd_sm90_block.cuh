@@ -16,6 +16,13 @@
 #define DO_BYTES (BLOCK_M * DV * 2)
 #define DS_BYTES (BLOCK_M * BLOCK_N * 2)
 #define ROW_BYTES (BLOCK_M * 4)
+#ifndef BIAS_TILES  // the bias comes by TMA, with Q
+#define BIAS_TILES 0
+#endif
+#define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
+#define WORDS (BLOCK_M / 64)  // of a thread's scores, a bit each
+static_assert(!(MASK || DROPOUT) || BLOCK_M % 64 == 0, "whole words of bits");
+static_assert(!(BIAS && SOFTCAP), "the softcap's slope is found from the weight without the bias");
 
 // Offsets from the 1024-aligned base
 #define S_K 0
@@ -24,7 +31,8 @@
 #define S_DO (S_Q + STAGES * Q_BYTES)
 #define S_DS (S_DO + STAGES_DO * DO_BYTES)
 #define S_DQ (S_DS + DS_TILES * DS_BYTES)
-#define S_LSE (S_DQ + DQ_BYTES)
+#define S_BIAS (S_DQ + DQ_BYTES)
+#define S_LSE (S_BIAS + STAGES * BIAS_BYTES)
 #define S_DELTA (S_LSE + STAGES * ROW_BYTES)
 #define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
 #define BAR_K S_BAR
@@ -33,7 +41,10 @@
 #define BAR_Q_EMPTY (BAR_Q_FULL + 8 * STAGES)
 #define BAR_DO_FULL (BAR_Q_EMPTY + 8 * STAGES)
 #define BAR_DO_EMPTY (BAR_DO_FULL + 8 * STAGES_DO)
-#define S_TOTAL (BAR_DO_EMPTY + 8 * STAGES_DO)
+#define S_SLOT (BAR_DO_EMPTY + 8 * STAGES_DO)  // SKIPPING: what each stage of Q holds
+#define S_KEPT (S_SLOT + (SKIPPING ? 16 * STAGES : 0))
+#define KEPT_BYTES (DROPOUT && BLOCK_N == 128 ? BLOCK_M * 16 : 0)  // of a step: what warps tell each other about dropped weights
+#define S_TOTAL (S_KEPT + 2 * KEPT_BYTES)
 static_assert(S_TOTAL + 1024 <= 232448, "shared memory");
 static_assert(STAGES == STAGES_DO, "one ring in the producer");
 #define SHARE_DEPTH 3  // pieces of dQ in flight for each warpgroup of a share
@@ -45,6 +56,7 @@ static_assert(!WANT_DQ || 3 * SHARE_DEPTH * PIECE_BYTES <= S_LSE, "stages of a s
 #define ID_DQ_EMPTY 4           // + warpgroup
 #define ID_WARPGROUP 6          // + warpgroup
 #define ID_TURN 8               // + warpgroup: its turn to issue S^T and dP^T
+#define ID_PAIR 10              // + pair of warps: both have told which weights they keep
 
 #define INLINE __attribute__((always_inline))
 
@@ -142,9 +154,99 @@ __device__ __forceinline__ Work work_of(const Params& p, const Job& job) {
   return w;
 }
 
+// The query blocks that one head's rows bring to a CTA, in its order.
+struct Walk {
+  const Work& w;
+#if SKIPPING  // those in which mask and segments leave something
+  // Bit m % 32 of word m / 32 for query block m; behind these words as many that say whether all is left.
+  const u32* words;
+  __device__ __forceinline__ Walk(const Params& p, const Work& w_, int head) : w(w_) {
+    words = p.live_tiles + w.seen.entry.batch * p.q_stride_b + head * p.q_stride_h + w.n * p.q_stride_s;
+  }
+  __device__ __forceinline__ bool whole(const Params& p, int m) const { return words[p.q_stride_s / 2 + (m >> 5)] >> (m & 31) & 1; }
+#if DETERMINISTIC
+  // The last below m, or less than m_begin.
+  __device__ __forceinline__ int below(int m) const {
+    if (m <= w.m_begin) return -1;
+    int i = (m - 1) >> 5;
+    u32 word = words[i] & ~0u >> (31 - ((m - 1) & 31));
+    while (word == 0) {
+      if (i * 32 <= w.m_begin) return -1;
+      word = words[--i];
+    }
+    return 32 * i + 31 - __clz(word);
+  }
+  __device__ __forceinline__ int first() const { return below(w.m_end); }
+  __device__ __forceinline__ int after(int m) const {
+    const int next = below(m);
+    return next >= w.m_begin ? next : first();
+  }
+#else
+  // The first from m on, or m_end.
+  __device__ __forceinline__ int from(int m) const {
+    if (m >= w.m_end) return w.m_end;
+    int i = m >> 5;
+    u32 word = words[i] & ~0u << (m & 31);
+    while (word == 0) {
+      if (++i * 32 >= w.m_end) return w.m_end;
+      word = words[i];
+    }
+    return min(w.m_end, 32 * i + __ffs(word) - 1);
+  }
+  __device__ __forceinline__ int after(int m) const {
+    const int next = from(m + 1);
+    return next < w.m_end ? next : from(w.m_begin);
+  }
+  __device__ __forceinline__ int first() const { return after(w.m_first - 1); }
+#endif
+  __device__ __forceinline__ int blocks() const {
+    int count = 0;
+    for (int i = w.m_begin >> 5; i * 32 < w.m_end; i++) {
+      u32 word = words[i];
+      if (i == w.m_begin >> 5) word &= ~0u << (w.m_begin & 31);
+      if (i * 32 + 32 > w.m_end) word &= (1u << (w.m_end & 31)) - 1;
+      count += __popc(word);
+    }
+    return count;
+  }
+#else
+  __device__ __forceinline__ Walk(const Params&, const Work& w_, int) : w(w_) {}
+  __device__ __forceinline__ int after(int m) const { return w.after(m); }
+  __device__ __forceinline__ int first() const { return w.m_first; }
+  __device__ __forceinline__ int blocks() const { return w.blocks(); }
+#endif
+};
+
+// Query blocks of all heads of the group.
+__device__ __forceinline__ int steps_of([[maybe_unused]] const Params& p, const Work& w, int group) {
+#if SKIPPING
+  int steps = 0;
+  for (int g = 0; g < group; g++) steps += Walk(p, w, w.head_kv * group + g).blocks();
+  return steps;
+#endif
+  return group * w.blocks();
+}
+
+// DETERMINISTIC: how many key blocks add to a query block before this one.
+__device__ __forceinline__ int turn_of([[maybe_unused]] const Params& p, const Work& w, [[maybe_unused]] int head, int m) {
+  const int first = HAS_LEFT ? max(0, m * BLOCK_M + w.seen.left) / BLOCK_N : 0;
+#if SKIPPING
+  const u32* words = p.live_tiles + w.seen.entry.batch * p.q_stride_b + head * p.q_stride_h + p.v_stride_h + m * p.v_stride_s;
+  int turn = 0;
+  for (int i = first >> 5; i * 32 < w.n; i++) {
+    u32 word = words[i];
+    if (i == first >> 5) word &= ~0u << (first & 31);
+    if (i * 32 + 32 > w.n) word &= (1u << (w.n & 31)) - 1;
+    turn += __popc(word);
+  }
+  return turn;
+#endif
+  return w.n - first;
+}
+
 // ------------------------------------------------------------------------------------------------ producer
 __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
-                                        const TMap* map_do, const Work& w, u32 base) {
+                                        const TMap* map_do, [[maybe_unused]] const TMap* map_bias, const Work& w, u32 base) {
   const int group = group_of(p), batch = VARLEN ? 0 : w.seen.entry.batch;
   // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
   const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
@@ -166,11 +268,21 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
   for (int g = 0; g < group; g++) {
     const int head = w.head_kv * group + g;
     const int block = (int)(first_sum(p, w.seen, head) / BLOCK_M);
-    for (int i = 0, m = w.m_first; i < w.blocks(); i++, m = w.after(m)) {
+    const Walk walk(p, w, head);
+    for (int i = 0, m = walk.first(), blocks = walk.blocks(); i < blocks; i++, m = walk.after(m)) {
       const i64 sums = (i64)(block + m) * BLOCK_M;
       const u32 full_q = base + BAR_Q_FULL + 8 * ring.stage, full_do = base + BAR_DO_FULL + 8 * ring.stage;
       mbarrier_wait(base + BAR_Q_EMPTY + 8 * ring.stage, ring.parity);
-      mbarrier_expect(full_q, Q_BYTES + ROW_BYTES);
+#if SKIPPING
+      shared_store_v4(base + S_SLOT + 16 * ring.stage, m, head, walk.whole(p, m), 0);
+#endif
+      mbarrier_expect(full_q, Q_BYTES + ROW_BYTES + BIAS_BYTES);
+#if BIAS_TILES
+#pragma unroll
+      for (int x = 0; x < BLOCK_N / 64; x++)
+        tma_load(base + S_BIAS + ring.stage * BIAS_BYTES + x * BLOCK_M * 128, map_bias, w.seen.key_begin + w.n * BLOCK_N + 64 * x,
+                 w.seen.row_begin + m * BLOCK_M, p.bias_stride_h ? head : 0, p.bias_stride_b ? w.seen.entry.batch : 0, full_q);
+#endif
 #pragma unroll
       for (int x = 0; x < D / 64; x++)
         tma_load(base + S_Q + ring.stage * Q_BYTES + x * BLOCK_M * 128, map_q, 64 * x, row0 + m * BLOCK_M, head, batch, full_q);

@@ -22,13 +22,22 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS) attention_backward_
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_dsinks(const __grid_constant__ Params p) {
   __shared__ float parts[THREADS];
   const int head = blockIdx.x;
+#if NATURAL
+  const float sink = ((const float*)p.sinks)[head];
+  auto weight = [](float x) { return exp2_approx(x * (float)LOG2E); };
+#else
   const float sink = ((const float*)p.sinks)[head] * (float)LOG2E;
+  auto weight = [](float x) { return exp2_approx(x); };
+#endif
   float sum = 0.f;
   for (int batch = 0; batch < p.batch; batch++) {
     const Visible v = load_visible(p, batch);
     const i64 at = first_sum(p, v, head);
     for (int row = threadIdx.x; row < v.rows; row += THREADS)
-      sum -= exp2_approx(sink - ((const float*)p.scratch)[at + row]) * ((const float*)p.delta)[at + row];
+#if SCATTERED  // a row that sees nothing may have any delta
+      if (((const float*)p.scratch)[at + row] != infinity())
+#endif
+      sum -= weight(sink - ((const float*)p.scratch)[at + row]) * ((const float*)p.delta)[at + row];
   }
   parts[threadIdx.x] = sum;
   __syncthreads();

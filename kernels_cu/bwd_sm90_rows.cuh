@@ -1,4 +1,5 @@
-// What the Hopper backward does to query rows before and after its products: delta = rowsum(dout * out) - dlse with LSE in base 2;
+// What the Hopper backward does to query rows before and after its products: delta = rowsum(dout * out) - dlse with LSE in base 2
+// (NATURAL: as it is);
 // the float32 sums of dQ into dQ. The kernels before and after use it, and CTAs of the main kernel beside the products. No products
 // here.
 #pragma once
@@ -49,7 +50,7 @@ DEVICE void sum_rows(const Params& p, const Visible& v, int head, int row0, bool
   if (row0 + own < v.rows) {
     const i64 at = first_row(v, head, p.lse_stride_b, p.lse_stride_h, 1) + row0 + own;
     const float natural = ((const float*)p.lse)[at];
-    if (natural != -infinity()) lse = natural * (float)LOG2E;
+    if (natural != -infinity()) lse = NATURAL ? natural : natural * (float)LOG2E;
     if (p.dlse) dlse = ((const float*)p.dlse)[at];
   }
   const i64 sums = first_sum(p, v, head) + row0;
@@ -80,6 +81,10 @@ struct Place {
   Visible v;
   int head, slot, m;
   DEVICE bool hidden() const { return m * BLOCK_M >= v.rows; }
+  // Whether nobody has added to its sums, which then hold anything.
+  DEVICE bool untouched(const Params& p) const {
+    return SKIPPING && !CLEARED && look_at_turn(p.semaphore + 2 * (first_sum(p, v, head) / BLOCK_M + m)) == 0;
+  }
 };
 DEVICE Place place_of(const Params& p, int section, int index) {
   const int h = index / (int)p.aux1, heads = section * (int)p.aux3 * group_of(p) + h, batch = VARLEN ? 0 : heads / (int)p.heads_q;
@@ -102,15 +107,22 @@ DEVICE Place place_of(const Params& p, int section, int index) {
 #define VECTORS (PIECE_BYTES / 2048)            // float4s of a thread
 static_assert(VECTORS % 2 == 0 && (TURNED || VECTORS == 8), "pieces that stmatrix can take");
 
-// Piece `piece` of a query block, which lies at `stage` in shared memory and is overwritten, times `scale` into dQ.
+// Piece `piece` of a query block, which lies at `stage` in shared memory and is overwritten, times `scale` into dQ. SKIPPING: zeros
+// if it was never touched.
 DEVICE void convert_piece(const Params& p, const Place& at, int piece, u32 stage, float scale) {
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, part = piece / (PIECES / 2), sub = piece % (PIECES / 2);
   const u32 own = stage + warp * 512;  // this warp's 512 bytes of each 2048
   float4 x[VECTORS];
+#if SKIPPING
+  const bool untouched = at.untouched(p);
+#endif
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     u32 a, b, c, d;
     shared_load_v4(own + i * 2048 + lane * 16, a, b, c, d);
+#if SKIPPING
+    if (untouched) a = b = c = d = 0;
+#endif
     x[i] = make_float4(__uint_as_float(a), __uint_as_float(b), __uint_as_float(c), __uint_as_float(d));
   }
   __syncwarp();

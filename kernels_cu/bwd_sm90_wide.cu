@@ -8,9 +8,14 @@
 #define PAIR (WANT_DV + NEED_DS)  // tiles of P and dS that a step needs
 #define DS_TILES (2 * PAIR)
 #define DQ_BYTES 0
-#include "bwd_sm90_block.cuh"
+#include "bwd_sm90_scores.cuh"
 
 #define HALF (BLOCK_M / 2)  // query rows of a warpgroup's S^T
+#if SKIPPING  // what a stage of Q is told to hold, or known to
+#define BLOCK_HELD m
+#else
+#define BLOCK_HELD block
+#endif
 static_assert(D == 256 && DV == 256 && BLOCK_M == 64, "the only tile");
 
 // dV or dK += X^T Y: X (P or dS) lies as queries by keys, Y is dO or Q; head dims `part` of two.
@@ -26,7 +31,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = group_of(p);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
-  const float scale_log2 = softmax_scale * (float)LOG2E;
+  [[maybe_unused]] const float scale_log2 = softmax_scale * (float)LOG2E;
   float dk[64], dv[64];
 #pragma unroll
   for (int i = 0; i < 64; i++) dk[i] = dv[i] = 0.f;
@@ -63,14 +68,30 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       Wgmma<HALF>::ss(x, operand(base16, left + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
                       operand(base16 + part * (HALF * 8), right + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
   };
+  [[maybe_unused]] Features<HALF / 2> features(p, w, row, column0, part * 128 + thread);
+#if DROPOUT
+  const DropoutKey dropout = dropout_key(p, w.seen.entry.batch, 0);
+  const float dropout_scale = (float)p.dropout_scale;
+#endif
   Ring ring{0, 0};
-  int m = w.m_first, left = group * w.blocks(), head = w.head_kv * group;
-  auto load = [&](const Ring& r, int block) INLINE {  // waits for Q and dO, issues S^T and dP^T
+  int m = w.m_first, left = steps_of(p, w, group), head = w.head_kv * group;
+  [[maybe_unused]] u32 whole = 0;
+  auto load = [&](const Ring& r, [[maybe_unused]] int block) INLINE {  // waits for Q and dO, issues S^T and dP^T
     mbarrier_wait(base + BAR_Q_FULL + 8 * r.stage, r.parity);
     mbarrier_wait(base + BAR_DO_FULL + 8 * r.stage, r.parity);
+#if SKIPPING
+    u32 held, of_head, none;  // what the stage holds
+    shared_load_v4(base + S_SLOT + 16 * r.stage, held, of_head, whole, none);
+    m = (int)held;
+    head = (int)of_head;
+#endif
 #if VARIABLE
-    zero_tail<D / 64, BLOCK_M>(base + S_Q + r.stage * Q_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
-    zero_tail<DV / 64, BLOCK_M>(base + S_DO + r.stage * DO_BYTES, w.seen.rows - block * BLOCK_M, part, thread);
+    zero_tail<D / 64, BLOCK_M>(base + S_Q + r.stage * Q_BYTES, w.seen.rows - BLOCK_HELD * BLOCK_M, part, thread);
+    zero_tail<DV / 64, BLOCK_M>(base + S_DO + r.stage * DO_BYTES, w.seen.rows - BLOCK_HELD * BLOCK_M, part, thread);
+#endif
+#if SCATTERED
+    clean_rows(base + S_Q + r.stage * Q_BYTES, base + S_DO + r.stage * DO_BYTES, base + S_LSE + r.stage * ROW_BYTES,
+               w.seen.rows - m * BLOCK_M, part, thread);
 #endif
     base16 = uniform<0>(base16);  // new to ptxas, which else keeps the descriptors of all steps in registers
     wgmma_fence();
@@ -78,11 +99,31 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     if (NEED_DS) product(dp, S_V, S_DO + r.stage * DO_BYTES);
     wgmma_commit();
   };
+#if DETERMINISTIC && WANT_DQ
+  int* passed = nullptr;  // the turn that is still to be handed on
+#endif
   auto step = [&](int buffer, auto is_last) INLINE {
     constexpr bool last = decltype(is_last)::value;
+    features.load_mask(head, m);
+#if DROPOUT
+    u32 kept[1];
+    DropoutKey key = dropout;
+    key.head += head;
+    kept_weights(kept, p, key, w.seen.row_begin + m * BLOCK_M + column0, (w.seen.key_begin + key0) / 32 + (warp >> 1), warp, lane);
+#endif
     wgmma_wait<0>();
     touch(s);
     if (NEED_DS) touch(dp);
+#if BIAS
+#pragma unroll
+    for (int x = 0; x < HALF / 16; x++) {
+      float values[8];
+      features.get_bias(values, x, head, m, 0);
+#pragma unroll
+      for (int j = 0; j < 8; j++)  // a select: where the bias hides, the score may be anything
+        s[8 * x + j] = values[j] == NEG_INF ? values[j] : s[8 * x + j] * softmax_scale + values[j];
+    }
+#endif
     if (m < clean_begin || m >= clean_end) {
       const int shift = m * BLOCK_M;
 #pragma unroll
@@ -95,6 +136,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
         if (!seen) s[i] = __int_as_float(0xff800000);
       }
     }
+#if SKIPPING
+    features.hide(s, m, whole);
+#endif
     [[maybe_unused]] u32 pp[HALF / 4], ds[HALF / 4];
 #pragma unroll
     for (int i = 0; i < HALF / 2; i += 4) {
@@ -104,12 +148,40 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
       float x[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = exp2_approx(s[i + j] * scale_log2 - (j & 1 ? l.y : l.x));
+      for (int j = 0; j < 4; j++) {
+        const float lse = j & 1 ? l.y : l.x;
+        x[j] = exp2_approx(NATURAL ? (s[i + j] - lse) * (float)LOG2E : s[i + j] * scale_log2 - lse);
+      }
+#if DROPOUT
+      float y[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        y[j] = is_kept(kept, i + j) ? x[j] : 0.f;
+        if (NEED_DS) dp[i + j] = is_kept(kept, i + j) ? dp[i + j] : 0.f;
+      }
+      pp[i / 2] = pack_half2(y[0], y[1]);
+      pp[i / 2 + 1] = pack_half2(y[2], y[3]);
+#else
       pp[i / 2] = pack_half2(x[0], x[1]);
       pp[i / 2 + 1] = pack_half2(x[2], x[3]);
+#endif
 #if NEED_DS
+#if SCATTERED || DROPOUT
+#pragma unroll
+      for (int j = 0; j < 4; j++) {  // where nothing is seen, dP and delta may be anything
+#if DROPOUT
+        dp[i + j] = fmaf(dp[i + j], dropout_scale, j & 1 ? -d.y : -d.x);
+#else
+        dp[i + j] -= j & 1 ? d.y : d.x;
+#endif
+        x[j] = SCATTERED && x[j] == 0.f ? 0.f : x[j] * dp[i + j];
+      }
+      ds[i / 2] = pack_half2(x[0], x[1]);
+      ds[i / 2 + 1] = pack_half2(x[2], x[3]);
+#else
       ds[i / 2] = pack_half2(x[0] * (dp[i] - d.x), x[1] * (dp[i + 1] - d.y));
       ds[i / 2 + 1] = pack_half2(x[2] * (dp[i + 2] - d.x), x[3] * (dp[i + 3] - d.y));
+#endif
 #endif
     }
 #pragma unroll
@@ -125,6 +197,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     proxy_fence();
     barrier_sync(ID_DS, 256);
     base16 = uniform<0>(base16);
+#if DETERMINISTIC && WANT_DQ
+    if (passed && thread == 0) pass_turn(passed, 1);  // all have made the last step's sums
+#endif
     const u32 p_tile = S_DS + PAIR * buffer * DS_BYTES, ds_tile = p_tile + WANT_DV * DS_BYTES;
     if (WANT_DK) touch(dk);
     if (WANT_DV) touch(dv);
@@ -143,12 +218,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_wait<WANT_DK + WANT_DV>();
     touch(dq);
     float* sums = p.dq_accum + (first_sum(p, w.seen, head) + m * BLOCK_M) * D + part * (BLOCK_M * D / 2) + thread * 4;
+#if DETERMINISTIC  // key blocks take turns in their order
+    passed = p.semaphore + 2 * (first_sum(p, w.seen, head) / BLOCK_M + m) + part;
+    if (thread == 0) wait_for_turn(passed, turn_of(p, w, head, m));
+    barrier_sync(ID_WARPGROUP + part, 128);
+#endif
 #pragma unroll
     for (int i = 0; i < RED_EARLY; i++) reduce_add_f4(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
 #endif
     const Ring now = ring;
+#if !SKIPPING
     m = w.after(m);
     if (m == w.m_first) head++;
+#endif
     ring.next(STAGES);
     if (!last) load(ring, m);
 #if WANT_DQ
@@ -179,6 +261,11 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
+#if SCATTERED
+  clean_keys<D / 64>(base + S_K, part, thread);
+  if (NEED_DS) clean_keys<DV / 64>(base + S_V, part, thread);
+  barrier_sync(ID_DS, 256);
+#endif
   if (left > 0) {
     load(ring, m);
     int buffer = 0;
@@ -189,12 +276,16 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 
   dependency_wait();
   barrier_sync(ID_DS, 256);  // K and V are free
+#if DETERMINISTIC && WANT_DQ
+  if (passed && thread == 0) pass_turn(passed, 1);
+#endif
   if (WANT_DQ && part == 0 && thread == 0) pass_turn(slots_done(p, w.section), 2);
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + key0 * p.dv_stride_s + part * 128;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + key0 * p.dk_stride_s + part * 128;
   [[maybe_unused]] const u32 stage = part * (2 * BLOCK_N * 128);
 #if WANT_DV
-  store_gradient<128>(dv, 1.f, base + S_V + stage, BLOCK_N * 128, dv_to, p.dv_stride_s, keys, (int)p.head_dim_v - part * 128, warp, lane);
+  store_gradient<128>(dv, DROPOUT ? (float)p.dropout_scale : 1.f, base + S_V + stage, BLOCK_N * 128, dv_to, p.dv_stride_s, keys,
+                      (int)p.head_dim_v - part * 128, warp, lane);
 #endif
 #if WANT_DK
   store_gradient<128>(dk, softmax_scale, base + S_K + stage, BLOCK_N * 128, dk_to, p.dk_stride_s, keys, (int)p.head_dim - part * 128, warp,
@@ -224,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (warpgroup == 0) {
     registers_give<24>();
-    if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, w, base);
+    if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, nullptr, w, base);
   } else {
     registers_take<240>();
     consume(p, w, base, warpgroup - 1);

@@ -52,6 +52,12 @@ OPERANDS = (
 )  # fmt: skip
 EVERYTHING = {"options": OPTIONS, "operands": OPERANDS}
 HOPPER = (90,)
+SCORES: tuple[dict[str, Any], ...] = (
+    {"operands": OPERANDS[:1]},
+    {"operands": OPERANDS[1:2], "options": CAUSAL},
+    {"operands": (("segments", ()),), "options": CAUSAL},
+    {"options": OPTIONS[-2:]},
+)
 NOT_100 = tuple(
     arch for arch in ARCHS if arch != 100
 )  # no tile of head dim 128 was measured there: the widest
@@ -68,6 +74,8 @@ ROWS = [
     Row("mma", 64, **EVERYTHING, backward=True),
     *(Row("sm90", d, options=o, tuned=True, archs=HOPPER) for d in (64, 128, 256) for o in (FULL, CAUSAL)),
     *(Row("sm90", d, options=CAUSAL, backward=True, tuned=True, archs=HOPPER) for d in (64, 128)),
+    *(Row("sm90", d, **x, backward=True, tuned=True, archs=HOPPER) for d in (128, 256) for x in SCORES),
+    Row("sm90", 64, options=OPTIONS[:2], operands=OPERANDS, backward=True, archs=HOPPER),
     *(Row("wide", 64, t, CAUSAL, backward=b) for t in ("float32", "float64") for b in (False, True)),
     # the float32 tiles that are fastest spill a few registers elsewhere: docs/performance/float32.md
     *(Row("wide", 128, "float32", o, tuned=True, archs=(90, 100)) for o in (FULL, CAUSAL)),

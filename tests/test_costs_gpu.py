@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -172,10 +171,6 @@ def test_tiles_that_hold_nothing_are_skipped(family: str, dtype: str, how: str) 
         if how == "segments":
             given = {f"{side}_segment_ids": cupy.ascontiguousarray(ids[None]) for side in ("q", "kv")}
         given |= arrays
-        if family == "sm90":  # whose backward takes neither
-            program = cuda.forward_program(problem(given), device.query(0))
-            functions[name] = partial(cuda.prepare_program(program, 0), given)
-            continue
         functions[name], functions[f"{name} back"] = prepared(given, *programs(family, problem(given)))
     found = milliseconds(functions)
     for name in (n for n in found if n.startswith("all")):

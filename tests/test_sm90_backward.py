@@ -36,6 +36,18 @@ def spec_of(
         arrays["sinks"] = Signature("float32", (4,), (1,))
     if options.pop("kv_seqlens", False):
         arrays["kv_seqlens"] = Signature("int32", (2,), (1,))
+    if options.pop("segments", False):
+        arrays["q_segment_ids"], arrays["kv_segment_ids"] = (
+            Signature("int32", (2, n), (n, 1)) for n in lengths
+        )
+    if "mask" in options:
+        shape = options.pop("mask")
+        arrays["mask"] = Signature("bool", shape, row_major(shape))
+    if "bias" in options:
+        kind, shape = options.pop("bias")
+        arrays["bias"] = Signature(kind, shape, row_major(shape))
+    if options.get("dropout_p"):
+        arrays["dropout_seed"] = Signature("int64", (5,), (1,))
     return bind(arrays, **options)
 
 
@@ -59,13 +71,65 @@ def test_every_tile_fits(head_dim: int) -> None:
         assert tile.head_dim >= head_dim
 
 
+FEATURES: list[dict[str, Any]] = [
+    {"mask": (2, 4, 1000, 1000)}, {"mask": (2, 1, 1, 1000), "segments": True}, {"dropout_p": 0.1},
+    {"bias": ("bfloat16", (4, 1000, 1000))},
+    {"bias": ("float32", (4, 1000, 1000)), "dropout_p": 0.1, "segments": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("features", FEATURES, ids=lambda x: " ".join(x))
+def test_features_are_taken(features: dict[str, Any], dims: tuple[int, int]) -> None:
+    spec = spec_of(*dims, **features)
+    assert family.refuses(spec, H200) is None
+    assert family.tile_of(spec).shared_memory(ALL) <= H200.shared_memory_per_block
+    *ahead, prepare, main, convert = launches(spec)
+    name = "bwd_sm90_wide" if max(dims) > 128 else "bwd_sm90"
+    found = [step.kernel.source for step in (prepare, main, convert)]
+    assert found == ["bwd_sm90_delta", name, "bwd_sm90_convert"]
+    skipping = "mask" in features or "segments" in features
+    assert [step.kernel.source for step in ahead] == ["bwd_sm90_mask"] * skipping
+    defines = dict(main.kernel.defines)
+    assert defines.get("MASK", 0) == ("mask" in features)
+    assert defines.get("DROPOUT", 0) == ("dropout_p" in features)
+
+
+def test_bias_comes_by_tma_where_it_can() -> None:
+    maps = [
+        len(launches(spec_of(lengths=(256, n), bias=(kind, (4, 256, n))))[1].tensor_maps)
+        for kind, n in (("bfloat16", 256), ("bfloat16", 257), ("float32", 256))
+    ]
+    assert maps == [5, 4, 4]
+
+
+def test_a_broadcast_mask_is_packed_once() -> None:
+    def words(shape: tuple[int, ...]) -> int:
+        program = family.backward(spec_of(mask=shape), H200, ALL)
+        return next(b.shape[0] for b in program.workspace if b.name == "mask_bits")
+
+    rows = words((1000, 1000))
+    assert rows == 16 * 8 * 256  # blocks of 64 rows by 128 keys, a bit a score
+    assert words((2, 4, 1000, 1000)) == 8 * rows
+    assert words((2, 1, 1, 1000)) == 2 * rows // 16
+
+
+def test_the_bias_gradient_has_row_sums_of_its_own() -> None:
+    program = family.backward(spec_of(bias=("float32", (4, 1000, 1000))), H200, frozenset({"q", "bias"}))
+    assert [b.name for b in program.outputs] == ["dq", "dbias"]
+    assert {"delta", "bias_delta"} <= {b.name for b in program.workspace}
+
+
 def test_refusals_say_why() -> None:
     assert family.refuses(spec_of(), H200) is None
     assert "sm_90" in str(family.refuses(spec_of(), A100))
     assert "float16" in str(family.refuses(spec_of(dtype="float32"), H200))
     assert "16 bytes" in str(family.refuses(spec_of(100), H200))
-    assert "class" in str(family.refuses(spec_of(128, 64), H200))
-    assert "deterministic" in str(family.refuses(spec_of(256, deterministic=True), H200))
+    assert "softcap" in str(family.refuses(spec_of(256, softcap=3.0), H200))
+    assert "softcap" in str(family.refuses(spec_of(bias=("float32", (1000, 1000)), softcap=3.0), H200))
+    assert "multiple of 32" in str(
+        family.refuses(spec_of(dropout_p=0.1, window_size=(9, 0), q_offset=19), H200)
+    )
     spec = spec_of()
     assert "broadcast" in str(family.refuses(replace(spec, dout=replace(spec.q, strides=(0, 0, 0, 1))), H200))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from ..spec import AttentionSpec, Operand
-from . import common
+from . import common, mma_backward
+from .sm90_mask import MaskPass, backward_mask_pass
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -23,7 +24,8 @@ MUCH_MEMORY = 1 << 30  # bytes of dQ sums that may be mostly padding
 SECTION_BYTES = 40 << 20  # of one L2: units whose key blocks are scheduled together
 SECTION_WAVES = 1.5  # of CTAs at least: the section before is then done
 SHARE_BYTES = 1 << 20  # of dQ sums that a CTA of the main kernel makes dQ
-SUM_ROWS = 2048  # divided by the head dim: rows of a warp's row sums; four warps a CTA
+SHARED_MEMORY = 232448  # bytes a block of Hopper may have
+SUM_ROWS = 2048  # divided by v's head dim: rows of a warp's row sums; four warps a CTA
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,28 @@ class Tile:
     dq_tile: bool  # whether dQ passes through shared memory, and P does not
     pingpong: int
     v_regs: int
+    bias_tiles: int = 0  # whether the bias comes by TMA
+    skipping: int = 0  # whether mask or segments empty tiles
+    dropout: int = 0
+    own_dim_v: int = 0  # rounded up, where it is another than ``head_dim``
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.own_dim_v or self.head_dim
 
     def shared_memory(self, wants: frozenset[str]) -> int:
         """Bytes of dynamic shared memory for the gradients ``wants``, the slack for alignment included."""
-        operands = 2 * self.head_dim * (2 * self.block_n + self.block_m * (self.stages + self.stages_do))
+        operands = 2 * self.head_dim * (self.block_n + self.block_m * self.stages)
+        operands += 2 * self.head_dim_v * (self.block_n + self.block_m * self.stages_do)
         tiles = 2 * ("q" in wants if self.dq_tile else ("v" in wants) + bool(wants & {"q", "k"}))  # P and dS
         exchanged = 2 * tiles * self.block_m * self.block_n
         sums = 4 * self.block_m * self.head_dim * (self.dq_tile and "q" in wants)
         rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
-        return 1024 + operands + exchanged + sums + rows
+        bias = 2 * self.block_m * self.block_n * self.stages * self.bias_tiles
+        features = 16 * self.stages * self.skipping + 32 * self.block_m * (
+            self.dropout and self.block_n == 128
+        )
+        return 1024 + operands + exchanged + sums + rows + bias + features
 
 
 # 80 rows at D 128 feed the tensor cores better than 64 (less shared memory a product) and fit the registers;
@@ -71,7 +86,13 @@ def compiled_dim(dim: int) -> int:
 
 def tile_of(spec: AttentionSpec) -> Tile:
     """The main kernel's tile."""
-    tile = TILES[compiled_dim(max(spec.head_dim, spec.head_dim_v))]
+    d, dv = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
+    tile = TILES[max(d, dv)]
+    if d != dv and tile.head_dim <= 128:
+        tile = replace(tile, head_dim=d, own_dim_v=dv, block_m=64)
+        return _featured_tile(spec, tile) if _featured(spec) else tile
+    if _featured(spec):
+        return _featured_tile(spec, tile)
     if _transformed(spec):
         return replace(tile, block_m=64)
     plain = not (spec.variable or spec.deterministic)
@@ -82,6 +103,51 @@ def _transformed(spec: AttentionSpec) -> bool:
     return spec.softcap > 0 or spec.alibi_slopes is not None
 
 
+def _featured(spec: AttentionSpec) -> bool:
+    return spec.bias is not None or spec.mask is not None or spec.segments or spec.dropout_p > 0
+
+
+def _featured_tile(spec: AttentionSpec, tile: Tile) -> Tile:
+    """Whole words of 32 scores a thread; the bias by TMA where its rows and the shared memory allow."""
+    skipping, dropout = int(spec.mask is not None or spec.segments), int(spec.dropout_p > 0)
+    plain = not (_transformed(spec) or dropout or spec.bias is not None)
+    rows = 64
+    if max(tile.head_dim, tile.head_dim_v) == 64:
+        rows = _rows_of_64(spec, skipping)
+    v_regs = 3 if min(tile.head_dim, tile.head_dim_v) == 128 and plain else 0  # four spill
+    found = replace(tile, block_m=rows, v_regs=v_regs, skipping=skipping, dropout=dropout)
+    tiles = replace(found, bias_tiles=1)
+    return tiles if _bias_tiles(spec) and tiles.shared_memory(frozenset("qkv")) <= SHARED_MEMORY else found
+
+
+def _rows_of_64(spec: AttentionSpec, skipping: int) -> int:
+    """Query rows at 64 head dims: as many as the registers, and the bias's tiles, allow."""
+    if _transformed(spec):
+        return 64
+    if spec.bias is not None:
+        return 64 if skipping or spec.dropout_p > 0 else 96
+    return 64 if skipping and spec.dropout_p > 0 else 128
+
+
+def _bias_tiles(spec: AttentionSpec) -> bool:
+    """Whether TMA can bring the bias: 16 bits, rows of its own that start on 16 bytes, as boxes do."""
+    bias = spec.bias
+    if bias is None or bias.dtype != spec.dtype or bias.align < 16:
+        return False
+    if common.hides_left(spec) and (spec.variable or visible(spec)[2] % 8):
+        return False
+    fit = all(0 <= stride * 2 < 1 << 40 and stride % 8 == 0 for stride in bias.strides[:3])
+    return fit and bias.strides[2] > 0 and bias.strides[3] == 1
+
+
+def _refused_feature(spec: AttentionSpec) -> str | None:
+    if spec.bias is not None and spec.softcap > 0:
+        return "takes no bias with softcap"
+    if spec.dropout_p > 0 and common.hides_left(spec) and (spec.variable or visible(spec)[2] % 32):
+        return "takes dropout where the first visible key is a multiple of 32"
+    return None
+
+
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
     """Why this family does not take the call, or None."""
     if device.arch != 90:
@@ -90,10 +156,8 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "takes float16 and bfloat16"
     if spec.softmax_scale is None or spec.softmax_scale <= 0:
         return "needs a positive softmax_scale known beforehand"
-    if compiled_dim(spec.head_dim) != compiled_dim(spec.head_dim_v):
-        return "takes head dims of q and v in one class (up to 64, 128, 256)"
-    if max(spec.head_dim, spec.head_dim_v) > 128 and (spec.deterministic or _transformed(spec)):
-        return "takes no deterministic, softcap or alibi_slopes with head dims above 128"
+    if max(spec.head_dim, spec.head_dim_v) > 128 and _transformed(spec):
+        return "takes no softcap or alibi_slopes with head dims above 128"
     operands = [x for x in (spec.q, spec.k, spec.v, spec.dout) if x is not None]
     if spec.head_dim % 8 or spec.head_dim_v % 8 or any(x.align < 16 for x in operands):
         return "takes rows that start on 16 bytes"
@@ -102,16 +166,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
     heads, rows = sums_shape(spec, tile_of(spec).block_m)
     if rows > 4 * spec.seqlen_q and heads * rows * spec.head_dim * 4 > MUCH_MEMORY and not spec.varlen:
         return f"would pad {heads} heads of {spec.seqlen_q} rows to {rows}"
-    features = {
-        "bias": spec.bias,
-        "mask": spec.mask,
-        "segments": spec.segments,
-        "dropout_p": spec.dropout_p,
-    }
-    for name, used in features.items():
-        if used is not None and used:
-            return f"takes no {name}"
-    return None
+    return _refused_feature(spec) if _featured(spec) else None
 
 
 def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
@@ -222,9 +277,31 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
     sinks = ("sinks",) if "sinks" in wants else ()
-    inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *sinks)
-    steps = _launches(spec, device, tile, operands, wants)
-    return Program(inputs=inputs, outputs=outputs, workspace=tuple(workspace), steps=steps)
+    row_begin, row_end, key_begin, key_end = visible(spec)
+    ahead = backward_mask_pass(spec, tile.block_m, tile.block_n, row_end - row_begin, key_end - key_begin)
+    own = tuple(x for x in common.operands(spec) if x in ("bias", "mask", "q_segment_ids", "kv_segment_ids"))
+    seed = ("dropout_seed",) if spec.dropout_p > 0 else ()
+    inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *own, *seed)
+    steps = (*ahead.steps, *_launches(spec, device, tile, operands, wants, ahead))
+    found = Program((*inputs, *sinks), outputs, (*workspace, *ahead.workspace), steps)
+    return _with_dbias(found, spec, device) if "bias" in wants else found
+
+
+def _with_dbias(program: Program, spec: AttentionSpec, device: Device) -> Program:
+    """The program, then the bias's gradient by the mma.sync family, with row sums of its own."""
+    bias = mma_backward.backward(spec, device, frozenset({"bias"}))
+    names = {b.name: f"bias_{b.name}" if b.name == "delta" else b.name for b in bias.workspace}
+    steps = [
+        replace(step, pointers=tuple((field, names.get(name, name)) for field, name in step.pointers))
+        for step in bias.steps
+        if isinstance(step, Launch)
+    ]
+    return Program(
+        inputs=tuple(dict.fromkeys((*program.inputs, *bias.inputs))),
+        outputs=(*program.outputs, *bias.outputs),
+        workspace=(*program.workspace, *(replace(b, name=names[b.name]) for b in bias.workspace)),
+        steps=(*program.steps, *steps),
+    )
 
 
 def _needs_delta(wants: frozenset[str]) -> bool:
@@ -269,6 +346,11 @@ def _words(
     modes = {"array": params.OFFSET_ARRAY, "bottom_right": params.OFFSET_BOTTOM_RIGHT}
     fixed = isinstance(spec.q_offset, int)
     return {
+        **{
+            name: word
+            for name, word in common.words(spec).items()
+            if name.startswith(("bias", "mask", "dropout"))
+        },
         **_strides("out", spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)),
         **_strides("dout", dout.strides),
         **_strides("dq", spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim)),
@@ -301,26 +383,12 @@ def _words(
     }
 
 
-def _launches(
-    spec: AttentionSpec,
-    device: Device,
-    tile: Tile,
-    operands: tuple[str, ...],
-    wants: frozenset[str],
-) -> tuple[Launch, ...]:
-    out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
-    out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
-    dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
-    words = _words(spec, device, tile, dout, wants)
-    query_slots, key_slots = int(words["aux1"]), int(words["aux2"])
-    sections = sections_of(spec, device, query_slots, key_slots, wants)
-    block_words = params.pack(words)
-    row_begin, row_end, key_begin, key_end = visible(spec)
-    row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
-    defines = (
+def _defines(spec: AttentionSpec, tile: Tile, wants: frozenset[str]) -> tuple[tuple[str, int], ...]:
+    """What all kernels are compiled with."""
+    return (
         ("DTYPE", 0 if spec.dtype == "float16" else 1),
         ("HEAD_DIM", tile.head_dim),
-        ("HEAD_DIM_V", tile.head_dim),
+        ("HEAD_DIM_V", tile.head_dim_v),
         ("BLOCK_M", tile.block_m),
         ("HAS_LEFT", int(common.hides_left(spec))),
         ("HAS_RIGHT", int(common.hides_right(spec))),
@@ -331,6 +399,59 @@ def _launches(
         ("ALIBI", int(spec.alibi_slopes is not None)),
         *((f"WANT_D{x.upper()}", int(x in wants)) for x in "qkv"),
     )
+
+
+def _features(spec: AttentionSpec, tile: Tile) -> tuple[tuple[str, int], ...]:
+    """Of the main kernel: none that a call does not have, so that plain calls share their programs."""
+    of_keys = spec.bias is not None and spec.bias.strides[2] == 0
+    wanted = {**common.defines(spec), "BIAS_TILES": tile.bias_tiles, "BIAS_OF_KEYS": int(of_keys)}
+    names = ("MASK", "SEGMENTS", "DROPOUT", "BIAS", "BIAS_TILES", "BIAS_OF_KEYS")
+    return tuple((name, wanted[name]) for name in names if wanted[name])
+
+
+def _own_pointers(spec: AttentionSpec, ahead: MaskPass) -> tuple[tuple[str, str], ...]:
+    """The main kernel's operands of its own."""
+    names = {"bias": spec.bias is not None, "dropout_seed": spec.dropout_p > 0}
+    ids = ("q_segment_ids", "kv_segment_ids") if spec.segments else ()
+    return (*((n, n) for n in (*(n for n, used in names.items() if used), *ids)), *ahead.pointers)
+
+
+def _bias_map(spec: AttentionSpec, tile: Tile) -> TensorMap:
+    """Boxes of 64 keys by ``block_m`` rows of the bias; axes along which it is broadcast are kept once."""
+    assert spec.bias is not None
+    batch, heads, rows, columns = spec.bias.shape
+    stride_b, stride_h, stride_q, _ = (2 * stride for stride in spec.bias.strides)
+    return TensorMap(
+        buffer="bias",
+        dtype=spec.bias.dtype,
+        dims=(columns, rows, heads if stride_h else 1, batch if stride_b else 1),
+        strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
+        box=(64, tile.block_m, 1, 1),
+        swizzle=128,
+    )
+
+
+def _launches(
+    spec: AttentionSpec,
+    device: Device,
+    tile: Tile,
+    operands: tuple[str, ...],
+    wants: frozenset[str],
+    ahead: MaskPass,
+) -> tuple[Launch, ...]:
+    out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
+    out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
+    dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
+    words = _words(spec, device, tile, dout, wants)
+    query_slots, key_slots = int(words["aux1"]), int(words["aux2"])
+    sections = sections_of(spec, device, query_slots, key_slots, wants)
+    block_words = params.pack(words | (ahead.words or {}))
+    row_begin, row_end, key_begin, key_end = visible(spec)
+    row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
+    defines = _defines(spec, tile, wants)
+    features = _features(spec, tile)
+    bias = (("BIAS", dict(features)["BIAS"]),) if spec.bias is not None else ()
+    skipping = (("MASK", 1),) if tile.skipping else ()
     pipeline = (
         ("STAGES", tile.stages),
         ("STAGES_DO", tile.stages_do),
@@ -344,8 +465,8 @@ def _launches(
     rows = [("scratch", "lse_log2")]
     if _needs_delta(wants):
         rows.append(("delta", "delta"))
-    row_defines = (*defines, ("WANT_DELTA", int(_needs_delta(wants))))
-    pieces = spec.group * sections.units * query_slots * (tile.block_m * tile.head_dim // SUM_ROWS)
+    row_defines = (*defines, ("WANT_DELTA", int(_needs_delta(wants))), *bias, *skipping)
+    pieces = spec.group * sections.units * query_slots * (tile.block_m * tile.head_dim_v // SUM_ROWS)
     prepare = Launch(
         kernel=Kernel("bwd_sm90_delta", "attention_backward_sm90_delta", row_defines),
         grid=(-(-pieces // 4), 1, 1),
@@ -355,7 +476,9 @@ def _launches(
         pointers=(*((x, x) for x in read), *rows, *shared),
     )
     main = Launch(
-        kernel=Kernel(tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline),
+        kernel=Kernel(
+            tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline + features
+        ),
         grid=(
             sections.count
             * (sections.together * key_slots + sections.shares * (2 if tile.head_dim > 128 else 1)),
@@ -365,17 +488,23 @@ def _launches(
         block=THREADS,
         shared_memory=tile.shared_memory(wants),
         block_words=block_words,
-        pointers=(*((f"d{x}", f"d{x}") for x in "qkv" if x in wants), *rows, *shared),
+        pointers=(
+            *((f"d{x}", f"d{x}") for x in "qkv" if x in wants),
+            *rows,
+            *shared,
+            *_own_pointers(spec, ahead),
+        ),
         dependent=True,
         tensor_maps=(
             tensor_map("q", spec.q, row_begin, row_end, tile.block_m),
             tensor_map("k", spec.k, key_begin, key_end, tile.block_n),
             tensor_map("v", spec.v, key_begin, key_end, tile.block_n),
             tensor_map("dout", dout, row_begin, row_end, tile.block_m),
+            *((_bias_map(spec, tile),) if tile.bias_tiles else ()),
         ),
     )
     convert = Launch(
-        kernel=Kernel("bwd_sm90_convert", "attention_backward_sm90_convert", defines),
+        kernel=Kernel("bwd_sm90_convert", "attention_backward_sm90_convert", defines + skipping),
         grid=(sections.left * spec.group * query_slots, 1, 1),
         block=256,
         shared_memory=0,

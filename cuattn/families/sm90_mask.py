@@ -1,4 +1,4 @@
-"""Mask and segments for Hopper's forward: the pass ahead of it (``kernels_cu/fwd_sm90_mask.cu``), its memory.
+"""Mask and segments for Hopper's kernels: the pass ahead of them (``kernels_cu/*_sm90_mask.cu``), its memory.
 
 Pure. The pass says of each tile whether anything is left to see and whether nothing is hidden, and packs the
 mask to a bit a score. Of a mask of keys it also says in which key blocks V is finite: what is hidden there
@@ -52,6 +52,14 @@ def _wide(spec: AttentionSpec) -> bool:
     return all(stride % 16 == 0 for stride in mask.strides[:3])
 
 
+def _quads(spec: AttentionSpec) -> bool:
+    """Whether four columns of the mask, counted from 0, are one aligned word."""
+    mask = spec.mask
+    if mask is None or mask.strides[3] != 1 or mask.align < 4 or spec.seqlen_kv % 4:
+        return False
+    return all(stride % 4 == 0 for stride in mask.strides[:3])
+
+
 def keys_only(spec: AttentionSpec) -> bool:
     """Whether the mask is the same for all queries, so that it hides keys from whole tiles."""
     return spec.mask is not None and spec.mask.strides[2] == 0
@@ -98,3 +106,58 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
     words: dict[str, int | float] = {f"aux{4 + i}": stride for i, stride in enumerate(strides)}
     words |= packed
     return MaskPass((Memset("live_tiles"), launch), tuple(buffers), words, tuple(pointers))
+
+
+def backward_mask_pass(spec: AttentionSpec, block_m: int, block_n: int, rows: int, keys: int) -> MaskPass:
+    """What goes ahead of the backward's kernel; nothing without mask and segments.
+
+    Its tiles are ``block_m`` of the ``rows`` visible rows by ``block_n`` of the ``keys`` visible keys.
+    """
+    if spec.mask is None and not spec.segments:
+        return MaskPass()
+    windowed = common.hides_left(spec) or common.hides_right(spec)
+    places = spec.variable and windowed  # entries have their first visible row and key at other places
+    steps = (0, 0, 0, 0) if spec.mask is None else spec.mask.strides
+    by_batch, by_head, by_row = steps[0] != 0 or places, steps[1] != 0, steps[2] != 0 or places
+    batches, heads = spec.batch if by_batch or spec.segments else 1, spec.heads_q if by_head else 1
+    blocks_m, blocks_n = max(1, -(-rows // block_m)), max(1, -(-keys // block_n))
+    column, row = 2 * -(-blocks_m // 32), -(-blocks_n // 32)
+    region = blocks_n * column + blocks_m * row
+    words: dict[str, int | float] = {
+        "q_stride_b": heads * region if batches > 1 else 0,
+        "q_stride_h": region if by_head else 0,
+        "q_stride_s": column,
+        "v_stride_h": blocks_n * column,
+        "v_stride_s": row,
+    }
+    buffers = [Buffer("live_tiles", (batches * heads * region,), "int32")]
+    bits: list[tuple[str, str]] = []
+    if spec.mask is not None:
+        block = blocks_n * 4 * block_m
+        head = (blocks_m if by_row else 1) * block
+        words |= {
+            "k_stride_b": heads * head if by_batch else 0,
+            "k_stride_h": head if by_head else 0,
+            "k_stride_s": block if by_row else 0,
+        }
+        buffers.append(Buffer("mask_bits", ((spec.batch if by_batch else 1) * heads * head,), "int32"))
+        bits = [("scratch", "mask_bits")]
+    names = [n for n in common.operands(spec) if n in ("mask", "q_segment_ids", "kv_segment_ids")]
+    names += [n for n in common.operands(spec) if n in ("q_seqlens", "kv_seqlens", "q_offset")]
+    quads = int(_quads(spec) and not common.hides_left(spec))
+    defines = common.defines(spec)
+    chosen = tuple((n, defines[n]) for n in ("HAS_LEFT", "HAS_RIGHT", "VARIABLE", "MASK", "SEGMENTS"))
+    chosen += (("BLOCK_M", block_m), ("BLOCK_N", block_n), ("QUADS", quads))
+    chosen += (("DETERMINISTIC", int(spec.deterministic)),)
+    launch = Launch(
+        kernel=Kernel("bwd_sm90_mask", "attention_backward_sm90_mask", chosen),
+        grid=(batches * heads * blocks_m * blocks_n, 1, 1),
+        block=256,
+        shared_memory=0,
+        block_words=params.pack(
+            common.words(spec) | words | {"aux0": heads, "aux1": blocks_m, "aux2": blocks_n}
+        ),
+        pointers=(*((n, n) for n in names), ("live_tiles", "live_tiles"), *bits),
+    )
+    pointers = (("live_tiles", "live_tiles"), *((("mask", "mask_bits"),) if bits else ()))
+    return MaskPass((Memset("live_tiles"), launch), tuple(buffers), words, pointers)
