@@ -79,7 +79,7 @@ struct Consumer {
 #endif
   float o[HEAD_DIM_V / 2], s[BLOCK_N / 2];
   u32 probs[BLOCK_N / 4];
-  float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1;
+  float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1, inverse0, inverse1, lse0, lse1;
   Tile tile;
   int count, index;   // key blocks before this tile; tiles before it
   float slope0, slope1, shift0, shift1;  // ALIBI: of the rows' heads, over unit; what the thread's scores still lack
@@ -563,15 +563,19 @@ struct Consumer {
   }
 
   // ---- tiles
-  // Waits for this block's tile number i; everything into uniform registers.
-  __device__ __forceinline__ Tile receive(int i) {
+  // Waits for this block's tile number i; whether there is one.
+  __device__ __forceinline__ bool await_tile(int i) {
     const int buffer = i % Q_BUFFERS;
-    const u32 slot = sh.slot + SLOT_BYTES * buffer;
+    mbarrier_wait(sh.q_full + 8 * buffer, (i / Q_BUFFERS) & 1);
+    return __all_sync(~0u, (int)shared_load(sh.slot + SLOT_BYTES * buffer) >= 0);
+  }
+  // What was said of tile number i, which has come; everything into uniform registers.
+  __device__ __forceinline__ Tile read_tile(int i) {
+    const u32 slot = sh.slot + SLOT_BYTES * (i % Q_BUFFERS);
     Tile t;
     u32 a, b, c, d;
-    mbarrier_wait(sh.q_full + 8 * buffer, (i / Q_BUFFERS) & 1);
     shared_load_v4(slot, a, b, c, d);
-    t.m = uniform(a), t.head = uniform(b), t.batch = uniform(c), t.q_start = uniform(d);
+    t.m = uniform(a), t.head = uniform(b), t.batch = uniform(c), t.q_start = VARLEN ? uniform(d) : 0;
     shared_load_v4(slot + 16, a, b, c, d);
     t.first = uniform(a), t.last = uniform(b), t.live = SKIPPING ? uniform(c) : 0, t.part = SPLIT ? uniform(d) : 0;
 #if VARIABLE
@@ -627,16 +631,24 @@ struct Consumer {
 #endif
   }
 
-  // Divides by the sums, writes out and lse of tile number i.
-  __device__ __forceinline__ void finish(const Tile& t, int i, float m0, float m1, float l0, float l1) {
+  // What sums and references come to, and the tile's lse. Before its O is complete: it need not wait for this.
+  __device__ __forceinline__ void end_rows() {
+    float l0 = sum0, l1 = sum1;
     l0 += __shfl_xor_sync(~0u, l0, 1);
     l1 += __shfl_xor_sync(~0u, l1, 1);
     l0 += __shfl_xor_sync(~0u, l0, 2);
     l1 += __shfl_xor_sync(~0u, l1, 2);
+    const int r = row(tile), rows = VARLEN ? tile.q_len : (int)p.seqlen_q;
+    normalise(tile, r, max0, l0, inverse0, lse0);
+    normalise(tile, r + ROW_GAP, max1, l1, inverse1, lse1);
+    if (SPLIT) return;
+    float* lse = (float*)p.lse + tile.batch * p.lse_stride_b + tile.head * p.lse_stride_h + tile.q_start + r;
+    store_if(lse, lse0, (lane() & 3) == 0 && r < rows);
+    store_if(lse + 8, lse1, (lane() & 3) == 0 && r + 8 < rows);
+  }
+  // Divides by the sums, writes out of tile number i.
+  __device__ __forceinline__ void leave(const Tile& t, int i) {
     const int r = row(t);
-    float inverse0, inverse1, lse0, lse1;
-    normalise(t, r, m0, l0, inverse0, lse0);
-    normalise(t, r + ROW_GAP, m1, l1, inverse1, lse1);
 #if SPLIT
     store_part(t, line(), r, inverse0, lse0, 0);
     store_part(t, line() + 8, r + ROW_GAP, inverse1, lse1, 2);
@@ -652,11 +664,6 @@ struct Consumer {
       store_staged(t, i, rows);
     else
       store_direct(t, r, rows);
-    if ((lane() & 3) == 0) {
-      float* lse = (float*)p.lse + t.batch * p.lse_stride_b + t.head * p.lse_stride_h + t.q_start;
-      if (r < rows) lse[r] = lse0;
-      if (r + 8 < rows) lse[r + 8] = lse1;
-    }
 #endif
   }
   // NOTE: rounding is spelled out: a tile ends here or, as a block's last, in another copy of this code, and which of the
@@ -765,8 +772,8 @@ struct Consumer {
     harmless = word & 2 || (whole && t.high_key(p) >= end && t.low_key(p) <= block * BLOCK_N);
 #endif
   }
-  // S of tile t's block `s_block` from Q buffer `buffer` beside P V of the block before it; returns with S complete.
-  __device__ __forceinline__ void issue_both(int s_block, int buffer, const Tile& t, int n) {
+  // S of block `s_block` from Q buffer `buffer` beside P V of the block before it.
+  __device__ __forceinline__ void issue_both(int s_block, int buffer) {
     turn_begin();
     touch(s);
     touch(o);
@@ -776,6 +783,9 @@ struct Consumer {
     wgmma_fence();  // else ptxas injects it (C7519)
     issue_pv(s_block - 1);
     turn_end();
+  }
+  // Until S, of tile t's block, is complete.
+  __device__ __forceinline__ void await_s(int s_block, const Tile& t, int n) {
     find_block(t, s_block, n);
     load_operands(t, block);
     wgmma_wait<1>();
@@ -784,7 +794,8 @@ struct Consumer {
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
-    issue_both(i, index % Q_BUFFERS, tile, tile.first - b);
+    issue_both(i, index % Q_BUFFERS);
+    await_s(i, tile, tile.first - b);
     release_q(b == tile.blocks() - 1);
     if (SKIPPING && LOOP_MASKS) masked = crossed(block);
     transform(i, block, !MASK_AGAIN && masked);
@@ -839,12 +850,13 @@ struct Consumer {
     touch(o);
     wgmma_fence();
     issue_pv(i);
+    end_rows();
   }
-  template <int IN_FLIGHT = 0> __device__ __forceinline__ void close() {
-    wgmma_wait<IN_FLIGHT>();
+  __device__ __forceinline__ void close() {
+    wgmma_wait<0>();
     touch(o);
     release_v(count + tile.blocks() - 1);
-    finish(tile, index, max0, max1, sum0, sum1);
+    leave(tile, index);
   }
   // SKIPPING: whether a mask's edge crosses key block n of the warpgroup's rows.
   __device__ __forceinline__ bool crossed(int n) const {
@@ -872,23 +884,26 @@ struct Consumer {
 #endif
   }
   // From this tile to the next: the next one's first S beside the last P V of this one.
-  __device__ __forceinline__ void cross(const Tile& next) {
+  __device__ __forceinline__ void cross() {
     const int i = count + tile.blocks();
     const Tile old = tile;
     clean_low_end();
-    issue_both(i, (index + 1) % Q_BUFFERS, next, next.first);
-    const float m0 = max0, m1 = max1, l0 = sum0, l1 = sum1;
+    issue_both(i, (index + 1) % Q_BUFFERS);
+    const Tile next = read_tile(index + 1);
+    end_rows();
+    await_s(i, next, next.first);
     enter(next);
     transform(i, block, first_masked(), true);
     refer(first_masked(), true);
     touch(s);
-    wait_v(i);  // comes before the producer waits for anything that this step releases
+    // has come; here it keeps ptxas from hoisting the wait for P V over the shuffles
+    mbarrier_wait_before(sh.q_full + 8 * ((index + 1) % Q_BUFFERS), ((index + 1) / Q_BUFFERS) & 1, sub0, sub1);
     wgmma_wait<0>();
     touch(o);
     weigh_first();
     release_v(i - 1);
     drop(block);
-    finish(old, index, m0, m1, l0, l1);
+    leave(old, index);
     wait_k(i + 1);
     clear();
     index++;
@@ -901,8 +916,8 @@ struct Consumer {
 #if SKIPPING
     meetings = 0;
 #endif
-    const Tile first = receive(0);
-    if (none(first)) return;
+    if (!await_tile(0)) return;
+    const Tile first = read_tile(0);
     open_product(first, 0, 0);
     open(first);
 #pragma unroll 1
@@ -910,37 +925,22 @@ struct Consumer {
       walk();
       if (STAGED) {
         release_out(index - 1);  // NOTE: before any wait for what the producer brings behind the Q that goes there
-        const Tile next = receive(index + 1);
-        if (none(next)) break;
-        cross(next);
+        if (!await_tile(index + 1)) break;
+        cross();
       } else {
-#if OVERLAP_ENDS
-        // the next tile's first S runs while O leaves; after the last tile, of whatever lies there
-        const int i = count + tile.blocks();
-        close_product();
-        mbarrier_wait(sh.q_full, (index + 1) & 1);
-        open_product(tile, i, 0);
-        close<1>();
-        const Tile next = receive(++index);
-        count = uniform(i);
-        if (none(next)) return wgmma_wait<0>();
-        open(next);
-#else
         close_product();
         close();
         count = uniform(count + tile.blocks());
-        const Tile next = receive(++index);
-        if (none(next)) return;
+        if (!await_tile(++index)) return;
+        const Tile next = read_tile(index);
         open_product(next, count, index);
         open(next);
-#endif
       }
     }
     close_product();
     close();
     if (lane() == 0) bulk_wait_read<0>();
   }
-  static __device__ __forceinline__ bool none(const Tile& t) { return __all_sync(~0u, t.m < 0); }
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -957,7 +957,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   if (threadIdx.x == 0) init_barriers(sh);
   __syncthreads();
   if (wg == 0) {
-    if (NUM_WG > 1) registers_give<NUM_WG == 3 ? 32 : SKIPPING ? 56 : 40>();
+    if (NUM_WG > 1) registers_give<NUM_WG == 3 ? 32 : SKIPPING || VARLEN ? 56 : 40>();
+    if (VARLEN && threadIdx.x < 32 && p.batch <= LISTED) list_sequences(p, sh.list);
     if (threadIdx.x == 0) {
       tma_prefetch(&map_q), tma_prefetch(&map_k), tma_prefetch(&map_v), tma_prefetch(&map_out);
 #if !BIAS_TILES
@@ -967,7 +968,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
       producer.run();
     }
   } else {
-    if (NUM_WG > 1) registers_take<NUM_WG == 3 ? 160 : SKIPPING ? 224 : 232>();
+    if (NUM_WG > 1) registers_take<NUM_WG == 3 ? 160 : SKIPPING || VARLEN ? 224 : 232>();
     const int w = wg - 1, tid = threadIdx.x & 127;
     if (PINGPONG && w == NUM_WG - 1) barrier_arrive(1, 256);  // the first warpgroup begins
     Consumer consumer{p, sh, &map_out, w, uniform(tid >> 5), tid};

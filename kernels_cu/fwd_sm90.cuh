@@ -20,6 +20,8 @@
 #define SLOT_BYTES 48
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
 #define STAGED (Q_BUFFERS > 1)
+#define LISTED 32  // VARLEN: up to so many sequences are listed by each block itself, which need not wait for the pass ahead then
+#define LIST_BYTES (4 * (2 * LISTED + 1) + 4)
 #define SEEN_SLOTS (STAGES + 1)  // no warp comes back to a slot before all are done with it: V's stages hold it back
 #define ALL_SEEN (~0u >> (32 - BLOCK_N / 4))
 #define NEG_INF __int_as_float(0xff800000)
@@ -36,7 +38,7 @@ static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
 
 // ---------------------------------------------------------------------------------------------- shared memory
 struct Shared {  // addresses
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen, seen_full, bias;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen, seen_full, bias, list;
 };
 
 __device__ __forceinline__ Shared shared_layout(u32 base) {
@@ -47,7 +49,8 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
   sh.bias = sh.v + STAGES * V_BYTES;      // BIAS_TILES: slabs of 64 columns, in K's stages
   sh.slot = sh.bias + STAGES * BIAS_BYTES;  // what the producer says about the tile in each Q buffer
   sh.seen = sh.slot + SLOT_BYTES * Q_BUFFERS;  // SCATTERED: in each slot, a word for each lane of a quad and warp
-  sh.seen_full = sh.seen + (SCATTERED ? SEEN_SLOTS * 4 * NUM_WG * 16 : 0);
+  sh.list = sh.seen;                           // VARLEN: see list_sequences
+  sh.seen_full = sh.seen + (SCATTERED ? SEEN_SLOTS * 4 * NUM_WG * 16 : VARLEN ? LIST_BYTES : 0);
   sh.q_full = sh.seen_full + (SCATTERED ? 8 * SEEN_SLOTS : 0);
   sh.q_empty = sh.q_full + 8 * Q_BUFFERS;
   sh.k_full = sh.q_empty + 8 * Q_BUFFERS;
@@ -205,17 +208,50 @@ __device__ __forceinline__ void decode_tile(const Params& p, int r, Tile& tile) 
   if (SPLIT) take_part(p, tile);
 }
 
+// VARLEN: the list of fwd_sm90_prepare.cu, of at most LISTED sequences; by a warp.
+__device__ __forceinline__ void list_sequences(const Params& p, u32 list) {
+#if VARLEN
+  const int lane = threadIdx.x & 31, batch = (int)p.batch;
+  int keys = -1, tiles = 0, rank = lane;
+  if (lane < batch) {
+    keys = p.cu_seqlens_k[lane + 1] - p.cu_seqlens_k[lane];
+    tiles = (p.cu_seqlens_q[lane + 1] - p.cu_seqlens_q[lane] + BLOCK_M - 1) / BLOCK_M * (int)p.heads_q;
+    rank = 0;
+  }
+  for (int j = 0; j < batch; j++) {
+    const int other = __shfl_sync(~0u, keys, j);
+    if (lane < batch) rank += other > keys || (other == keys && j < lane);
+  }
+  if (lane < batch) shared_store(list + 4 * rank, lane);
+  __syncwarp();
+  int upto = __shfl_sync(~0u, tiles, lane < batch ? (int)shared_load(list + 4 * lane) : lane);
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int before = __shfl_up_sync(~0u, upto, i);
+    if (lane >= i) upto += before;
+  }
+  if (lane < batch) shared_store(list + 4 * (batch + 1 + lane), upto);
+  if (lane == 0) shared_store(list + 4 * batch, 0);
+  __syncwarp();
+#endif
+}
+
 // Hands tiles out; only the producer's issuing thread has one. `request` as late as its latency allows: tiles taken long
 // before they are worked on end up on the wrong SM.
 struct Scheduler {
   int next;
 #if VARLEN
   int cursor, first, end;  // place in the order of fwd_sm90_prepare.cu, this sequence's first tile and the next one's
+  const int* order;
 #endif
-  __device__ __forceinline__ void start(const Params& p) {
+  __device__ __forceinline__ void start(const Params& p, u32 list) {
     next = blockIdx.x;
 #if VARLEN
-    dependency_wait();
+    order = (const int*)p.scratch;
+    if (p.batch <= LISTED)
+      order = (const int*)__cvta_shared_to_generic(list);
+    else
+      dependency_wait();
     cursor = -1;
     first = end = 0;
 #endif
@@ -230,7 +266,7 @@ struct Scheduler {
   // The tile asked for; false: there are no more.
   __device__ __forceinline__ bool fetch(const Params& p, Tile& tile) {
 #if VARLEN
-    const int *order = (const int*)p.scratch, *starts = order + p.batch;
+    const int* starts = order + p.batch;
     while (next >= end) {
       if (++cursor >= (int)p.batch) return false;
       first = end;
@@ -312,11 +348,11 @@ struct Producer {
     Scheduler scheduler;
     Tile tile, following;
     int count = 0, i = 0;
-    scheduler.start(p);
+    scheduler.start(p, sh.list);
     bool any = scheduler.fetch(p, tile);
     issue_q(0, any, tile);
     if (any) begin(0, true, tile);
-    if (SCHEDULE == 1 && !VARLEN) dependency_wait();  // for the zeroed counter
+    if (SCHEDULE == 1) dependency_wait();  // for the zeroed counter
     while (any) {
       const int blocks = tile.blocks();
       int n = tile.first;

@@ -211,6 +211,10 @@ __device__ __forceinline__ void ldmatrix_x4(u32 src, u32& a, u32& b, u32& c, u32
                : "r"(src)
                : "memory");
 }
+// To global memory where `yes`, without a branch.
+__device__ __forceinline__ void store_if(float* dst, float x, bool yes) {
+  asm volatile("{\n.reg .pred P;\nsetp.ne.u32 P, %2, 0;\n@P st.global.f32 [%0], %1;\n}" ::"l"(dst), "f"(x), "r"((u32)yes) : "memory");
+}
 __device__ __forceinline__ void shared_store(u32 dst, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(x) : "memory");
 }

@@ -109,7 +109,7 @@ def check(spec: AttentionSpec, arrays: dict[str, Any], *results: dict[str, Any])
     for found in results:
         error = cupy.abs(found["out"].astype(cupy.float64) - out)
         assert float(error.max()) <= bar  # false for NaN too
-        same = (found["lse"] == lse) | (cupy.abs(found["lse"] - lse) <= 1e-4 + 1e-6 * cupy.abs(lse))
+        same = (found["lse"] == lse) | (cupy.abs(found["lse"] - lse) <= 1e-4 + 4e-6 * cupy.abs(lse))
         assert bool(same.all())
 
 

@@ -39,7 +39,6 @@ class Tile:
     schedule: int
     early_exps: int = 0
     bias_tiles: int = 0
-    overlap_ends: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -79,7 +78,7 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
-    early = 3 if max(d, dv) > 64 else 0  # exponentials that P V, longer with wide heads, hides
+    early = {64: 0, 96: 2}.get(max(d, dv), 3)  # exponentials that P V, longer with wide heads, hides
     if _cap_terms(spec) == 3:
         early = 1
     if _featured(spec):
@@ -87,15 +86,15 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     elif max(d, dv) <= 128 and few:
         found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
-        found = Tile(d, dv, 128, 128, 3, 3, 0, COUNTER)
+        found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=1)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
         found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER, early_exps=early)
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
-        found = Tile(d, dv, 128, 128, 2, 1, 0, COUNTER, overlap_ends=int(equal))  # no room for a second Q
+        found = Tile(d, dv, 128, 128, 2, 1, 1, COUNTER, early_exps=1)  # no room for a second Q
     elif max(d, dv) <= 192:
-        found = Tile(d, dv, 128, 112, 2, 1, 0, COUNTER, early_exps=1)
+        found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1)
     else:  # O alone takes 128 registers
         found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2)
     if equal or _tiles(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
@@ -259,7 +258,7 @@ def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
     found |= {"EARLY_EXPS": t.early_exps}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
-    found |= {"SPLIT": 0, "OVERLAP_ENDS": t.overlap_ends}
+    found |= {"SPLIT": 0}
     found |= {"KEYS_ONLY": int(keys_only(spec)), "BIAS_OF_KEYS": int(_bias_of_keys(spec))}
     found |= {"CAP_TERMS": _cap_terms(spec)}
     return tuple(found.items())

@@ -47,12 +47,12 @@ def _tile(spec: AttentionSpec, block_m: int) -> sm90.Tile:
     """What fits beside one Q; a third stage at 128 head dims made nothing faster."""
     d, dv = sm90._rounded(spec.head_dim), sm90._rounded(spec.head_dim_v)
     if max(d, dv) <= 128:
-        return sm90.Tile(d, dv, block_m, 128, 4 if max(d, dv) <= 64 else 2, 1, 0, sm90.STRIDE)
+        return sm90.Tile(d, dv, block_m, 128, 4 if max(d, dv) <= 64 else 2, 1, 0, sm90.STRIDE, early_exps=4)
     if dv <= 128 and d <= 192:
         return sm90.Tile(d, dv, block_m, 128, 2, 1, 0, sm90.STRIDE)
     if max(d, dv) <= 192:
         return sm90.Tile(d, dv, block_m, 112, 2, 1, 0, sm90.STRIDE)
-    return sm90.Tile(d, dv, block_m, 80, 2, 1, 0, sm90.STRIDE)
+    return sm90.Tile(d, dv, block_m, 80, 2, 1, 0, sm90.STRIDE, early_exps=2)
 
 
 def cut(spec: AttentionSpec, device: Device, parts: int | None = None, block_m: int | None = None) -> Cut:
