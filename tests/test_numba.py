@@ -570,6 +570,19 @@ def test_a_long_compile_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert not capfd.readouterr().err
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_near_the_largest_number(causal: bool) -> None:
+    """It takes all mass; LSE in units of log 2 is beyond float32."""
+    q, k, v, dout = (draw(i, 1, 40, 2, 16) for i in range(4))
+    sinks = np.array([3e38, -3e38], np.float32)
+    (out, lse), pullback = cuattn.flash_attention_vjp(q, k, v, sinks=sinks, causal=causal, return_lse=True)
+    found = pullback(dout)
+    assert not np.any(out[:, :, 0]) and np.all(lse[:, 0] == sinks[0])
+    for x in found[:3]:
+        assert np.isfinite(x).all() and not np.any(x[:, :, 0]) and np.any(x[:, :, 1])
+    assert not np.any(found.dsinks)
+
+
 def test_rows_of_no_sequence_are_empty() -> None:
     """Packed arrays longer than their last sequence: out 0, LSE -inf, gradients 0 there."""
     problem = cases.build(next(c for c in cases.CASES if c.layout == "thd"), "float32")

@@ -138,7 +138,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
                 delta -= get(get_i64(p, P.dlse), lse + i)
             exponent = np.float64(x) if features else np.float64(x) * LOG2E
             put(at.lse, i, real(exponent))
-            put(at.lse_rest, i, real(exponent - np.float64(get(at.lse, i))))
+            rest = exponent - np.float64(get(at.lse, i))
+            put(at.lse_rest, i, real(rest) if rest > -np.inf else real(0.0))  # a sink near the largest number
             put(at.delta, i, delta)
         block.to_panels(at.q_rows, panels, at.dim_k, at.q)
         block.to_panels(at.dout_rows, panels, at.dim_v, at.dout)
