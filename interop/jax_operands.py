@@ -58,6 +58,8 @@ def canonical(named: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[lis
 
 def array(name: str, x: Any) -> Any:
     if isinstance(x, jax.Array):
+        if not all(isinstance(n, int) for n in x.shape):  # jax.export's symbolic dimensions
+            raise argument_error(name, f"shape {x.shape}", "sizes that are known when it is traced")
         return x
     if isinstance(x, (np.ndarray, np.generic)):
         return jnp.asarray(x)

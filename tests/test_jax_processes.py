@@ -73,6 +73,17 @@ def test_export_and_load_in_another_process(tmp_path: Path) -> None:
     run(LOAD, tmp_path)
 
 
+def test_symbolic_sizes_are_refused() -> None:
+    """Kernels and tiles are chosen by sizes; one program is exported for each."""
+    pytest.importorskip("flatbuffers")
+    import cuattn
+
+    (batch,) = jax.export.symbolic_shape("b")
+    q = jax.ShapeDtypeStruct((batch, 8, 4, 16), "float32")
+    with pytest.raises(ValueError, match=r"q: got shape \(b, 8, 4, 16\); takes sizes that are known"):
+        jax.export.export(jax.jit(lambda q: cuattn.flash_attention(q, q, q)))(q)
+
+
 CACHED = """
 hits = []
 def listen(name, **_):
