@@ -12,6 +12,9 @@
 #ifndef V_REGS  // steps of 16 columns of V that stay in registers: less shared memory traffic
 #define V_REGS 0
 #endif
+#ifndef LSE_AHEAD  // pairs of LSE that a thread fetches before its scores are there
+#define LSE_AHEAD 0
+#endif
 #define DS_TILES (WANT_DQ ? 2 : 0)
 #define DQ_BYTES (WANT_DQ ? BLOCK_M * HEAD_DIM * 4 : 0)
 #include "bwd_sm90_scores.cuh"
@@ -51,8 +54,10 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
   const int group = group_of(p);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
   int left = steps_of(p, w, group);
-  if (left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+  if (left > 0) barrier_arrive(DQ_EMPTY(part, 0), 160);
+  if (DQ_TILES > 1 && left > 1) barrier_arrive(DQ_EMPTY(part, 1), 160);
   dependency_wait();
+  int tile = 0;  // of dQ in shared memory
   int* pass = nullptr;  // turns to hand on when the last sum is there
   for (int g = 0; g < group; g++) {
     const int block = (int)(first_sum(p, w.seen, w.head_kv * group + g) / BLOCK_M);
@@ -72,25 +77,26 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
         }
         pass = DETERMINISTIC || store ? turns : nullptr;
       }
-      barrier_sync(ID_DQ_FULL + part, 160);
+      barrier_sync(DQ_FULL(part, tile), 160);
       if (lane == 0) {
         float* dst = p.dq_accum + (i64)half * (BLOCK_M * D / 2);
         proxy_fence();
         if (store)
-          bulk_store(dst, src, DQ_BYTES / 2);
+          bulk_store(dst, src + tile * DQ_BYTES, DQ_BYTES / 2);
         else
-          bulk_reduce_add_f32(dst, src, DQ_BYTES / 2);
+          bulk_reduce_add_f32(dst, src + tile * DQ_BYTES, DQ_BYTES / 2);
         bulk_commit();
         bulk_wait_read<0>();
       }
       __syncwarp();
-      if (--left > 0) barrier_arrive(ID_DQ_EMPTY + part, 160);
+      if (--left >= DQ_TILES) barrier_arrive(DQ_EMPTY(part, tile), 160);
+      if (DQ_TILES > 1) tile ^= 1;
     }
   }
-  if (lane == 0) {
+  if (lane == 0 && (pass || p.aux4 > 0)) {
     bulk_wait<0>();
     if (pass) pass_turn(pass, DETERMINISTIC ? 1 : STORED);
-    pass_turn(slots_done(p, w.section), 1);
+    if (p.aux4 > 0) pass_turn(slots_done(p, w.section), 1);
   }
 }
 
@@ -229,6 +235,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     kept_weights(kept, p, key, w.seen.row_begin + m * BLOCK_M, (w.seen.key_begin + key0) / 32 + 2 * part + (warp >> 1),
                  base + S_KEPT + ds_buffer * KEPT_BYTES, part, warp, lane);
 #endif
+    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
+    [[maybe_unused]] float2 ahead[LSE_AHEAD + 1];
+#pragma unroll
+    for (int i = 0; i < LSE_AHEAD; i++) ahead[i] = shared_load_f2(lse_at + i * 32);
     wgmma_wait<NEED_DS>();
     touch(s);
 #if BIAS
@@ -279,11 +289,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #if SKIPPING
     features.hide(s, m, whole);
 #endif
-    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
     rq.next(STAGES);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
-      const float2 l = shared_load_f2(lse_at + i * 8);
+      const float2 l = i / 4 < LSE_AHEAD ? ahead[min(i / 4, LSE_AHEAD)] : shared_load_f2(lse_at + i * 8);
 #if NATURAL
 #pragma unroll
       for (int x = i; x < i + 4; x++) s[x] = exp2_approx((s[x] - (x & 1 ? l.y : l.x)) * unit);
@@ -395,12 +404,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     add_dk();
     wgmma_wait<WANT_DK>();
     touch(dq);
-    barrier_sync(ID_DQ_EMPTY + part, 160);
+    const int dq_tile = DQ_TILES > 1 ? ds_buffer : 0;
+    barrier_sync(DQ_EMPTY(part, dq_tile), 160);
 #pragma unroll
     for (int i = 0; i < DQ_N / 8; i++)
-      shared_store_v4(dq_to + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
+      shared_store_v4(dq_to + dq_tile * DQ_BYTES + i * 2048, __float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
                       __float_as_uint(dq[4 * i + 3]));
-    barrier_arrive(ID_DQ_FULL + part, 160);
+    barrier_arrive(DQ_FULL(part, dq_tile), 160);
 #endif
     rdo.next(STAGES_DO);
 #if WANT_DK

@@ -7,8 +7,8 @@
 // bwd_sm90_convert.cu does it for the last section.
 //
 // The kernels' own integers: aux0 rows of delta, LSE and dQ sums a head has; aux1 query slots of a head and aux2 key slots of a
-// unit (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if there is
-// one section; aux5, aux6 rows of packed q and k; aux7 where the sections' progress lies behind the turns. With mask or segments:
+// unit (a slot is a block, those of zeros included); aux3 units of a section; aux4 CTAs that share a section's dQ, 0 if all is
+// left to the kernel after; aux5, aux6 rows of packed q and k; aux7 where the sections' progress lies behind the turns. With mask or segments:
 // q_stride_b, h, s strides of live_tiles by entry, head and key block, v_stride_h where the words of query blocks begin and v_stride_s
 // how many each has; k_stride_b, h, s strides of the packed mask by entry, head and query block (bwd_sm90_mask.cu). q, k and v come
 // by tensor maps.

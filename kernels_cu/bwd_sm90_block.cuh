@@ -23,6 +23,9 @@
 #define WORDS (BLOCK_M / 64)  // of a thread's scores, a bit each
 static_assert(!(MASK || DROPOUT) || BLOCK_M % 64 == 0, "whole words of bits");
 static_assert(!(BIAS && SOFTCAP), "the softcap's slope is found from the weight without the bias");
+#ifndef DQ_TILES  // float32 dQ tiles in shared memory, in turns
+#define DQ_TILES 1
+#endif
 
 // Offsets from the 1024-aligned base
 #define S_K 0
@@ -31,7 +34,7 @@ static_assert(!(BIAS && SOFTCAP), "the softcap's slope is found from the weight 
 #define S_DO (S_Q + STAGES * Q_BYTES)
 #define S_DS (S_DO + STAGES_DO * DO_BYTES)
 #define S_DQ (S_DS + DS_TILES * DS_BYTES)
-#define S_BIAS (S_DQ + DQ_BYTES)
+#define S_BIAS (S_DQ + DQ_TILES * DQ_BYTES)
 #define S_LSE (S_BIAS + STAGES * BIAS_BYTES)
 #define S_DELTA (S_LSE + STAGES * ROW_BYTES)
 #define S_BAR (S_DELTA + STAGES_DO * ROW_BYTES)
@@ -57,6 +60,9 @@ static_assert(!WANT_DQ || 3 * SHARE_DEPTH * PIECE_BYTES <= S_LSE, "stages of a s
 #define ID_WARPGROUP 6          // + warpgroup
 #define ID_TURN 8               // + warpgroup: its turn to issue S^T and dP^T
 #define ID_PAIR 10              // + pair of warps: both have told which weights they keep
+#define DQ_FULL(part, tile) (ID_DQ_FULL + (part) + 8 * (tile))
+#define DQ_EMPTY(part, tile) (ID_DQ_EMPTY + (part) + 8 * (tile))
+static_assert(!DROPOUT || DQ_TILES < 2, "barriers for each");
 
 #define INLINE __attribute__((always_inline))
 

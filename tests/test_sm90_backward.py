@@ -140,6 +140,40 @@ def test_many_tiny_sequences_are_not_padded() -> None:
     assert "pad" in str(family.refuses(bind(arrays), H200))
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 80), ({"window_size": (1024, -1)}, 80), ({"causal": True, "deterministic": True}, 80),
+        ({"causal": True}, 64), ({"window_size": (1024, 0)}, 64), ({"softcap": 1.0}, 64),
+    ],
+)  # fmt: skip
+def test_tiles_of_64_rows_at_edges(options: dict[str, Any], rows: int) -> None:
+    assert family.tile_of(spec_of(lengths=(9000, 9000), **options)).block_m == rows
+    assert family.tile_of(spec_of(**options)).block_m == (80 if "deterministic" in options else 64)
+    assert family.tile_of(spec_of(64, **options)).block_m == (64 if "softcap" in options else 128)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "options", "leaves"),
+    [
+        (128, 1024, {"causal": True}, True),
+        (128, 1024, {}, False),
+        (128, 2048, {"causal": True}, False),
+        (64, 2048, {"causal": True}, True),
+        (64, 16384, {"window_size": (1024, 0)}, True),
+        (64, 1024, {"causal": True, "deterministic": True}, False),
+        (256, 64, {}, False),
+    ],
+)
+def test_few_steps_leave_dq_to_the_kernel_after(
+    head_dim: int, length: int, options: dict[str, Any], leaves: bool
+) -> None:
+    spec = replace(spec_of(head_dim, lengths=(length, length), **options), heads_q=2)
+    assert spec.group == 1
+    assert family._leaves_dq(spec, family.tile_of(spec)) == leaves
+    assert not family._leaves_dq(replace(spec, heads_q=32), family.tile_of(spec))
+
+
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 700), (700, 300)])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"causal": True, "q_offset": 0}, {"window_size": (64, 9)}]
@@ -311,6 +345,8 @@ def test_sections_fill_the_gpu(shape: tuple[int, int, int], sections: int) -> No
     words = family._words(spec, H200, family.tile_of(spec), spec.q, ALL)
     found = family.sections_of(spec, H200, int(words["aux1"]), int(words["aux2"]), ALL)
     assert found.count == sections
-    assert (found.shares == 0) == (sections == 1)
+    leaves = length == 1024  # all of dQ to the kernel after
+    assert (found.shares == 0) == (sections == 1 or leaves)
+    assert found.left == (found.units if leaves else found.units - (sections - 1) * found.together)
     if sections > 1:
         assert found.together * int(words["aux2"]) >= 1.5 * H200.sm_count

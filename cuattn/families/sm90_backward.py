@@ -38,9 +38,10 @@ class Tile:
     block_n: int
     stages: int
     stages_do: int
-    dq_tile: bool  # whether dQ passes through shared memory, and P does not
+    dq_tiles: int  # of dQ in shared memory, where P does not pass through it; or 0
     pingpong: int
     v_regs: int
+    lse_ahead: int
     bias_tiles: int = 0  # whether the bias comes by TMA
     skipping: int = 0  # whether mask or segments empty tiles
     dropout: int = 0
@@ -54,9 +55,9 @@ class Tile:
         """Bytes of dynamic shared memory for the gradients ``wants``, the slack for alignment included."""
         operands = 2 * self.head_dim * (self.block_n + self.block_m * self.stages)
         operands += 2 * self.head_dim_v * (self.block_n + self.block_m * self.stages_do)
-        tiles = 2 * ("q" in wants if self.dq_tile else ("v" in wants) + bool(wants & {"q", "k"}))  # P and dS
+        tiles = 2 * ("q" in wants if self.dq_tiles else ("v" in wants) + bool(wants & {"q", "k"}))  # P and dS
         exchanged = 2 * tiles * self.block_m * self.block_n
-        sums = 4 * self.block_m * self.head_dim * (self.dq_tile and "q" in wants)
+        sums = 4 * self.block_m * self.head_dim * self.dq_tiles * ("q" in wants)
         rows = (4 * self.block_m + 16) * (self.stages + self.stages_do) + 16
         bias = 2 * self.block_m * self.block_n * self.stages * self.bias_tiles
         features = 16 * self.stages * self.skipping + 32 * self.block_m * (
@@ -65,18 +66,19 @@ class Tile:
         return 1024 + operands + exchanged + sums + rows + bias + features
 
 
-# 80 rows at D 128 feed the tensor cores better than 64 (less shared memory a product) and fit the registers;
-# 128 at D 64 for the same reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share
-# 64 keys, or dK and dV would not fit.
+# 80 rows at D 128 move less shared memory a product than 64 and fit the registers; 128 at D 64 for the same
+# reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share 64 keys, or dK and dV
+# would not fit.
 TILES = {
-    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, True, 0, 0),
-    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, True, 1, 0),
-    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, False, 0, 0),
+    64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 1, 0, 2, 4),
+    128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 1, 1, 1, 2),
+    256: Tile("bwd_sm90_wide", 256, 64, 64, 2, 2, 0, 0, 0, 0),
 }
-# Short sequences at D 128: 64 rows waste less at the diagonal, half of V stays in registers (H200, TFLOP/s
-# at 1k/4k/16k: causal 372/576/663 against 351/563/667 with 80 rows, full 509/637/651 against 502/633/679).
-SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, True, 1, 4)
+# 64 rows at D 128 waste less at an edge and leave room for half of V in registers and two tiles of dQ: better
+# for all but long sequences without an edge, where they are level (docs/performance/hopper_backward.md).
+SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, 2, 1, 4, 4)
 SHORT_ROWS = 4096
+FEW_STEPS = 10  # of a CTA of the main kernel: it ends without waiting for its sums of dQ
 
 
 def compiled_dim(dim: int) -> int:
@@ -89,14 +91,21 @@ def tile_of(spec: AttentionSpec) -> Tile:
     d, dv = compiled_dim(spec.head_dim), compiled_dim(spec.head_dim_v)
     tile = TILES[max(d, dv)]
     if d != dv and tile.head_dim <= 128:
-        tile = replace(tile, head_dim=d, own_dim_v=dv, block_m=64)
+        tile = replace(tile, head_dim=d, own_dim_v=dv, block_m=64, v_regs=0, lse_ahead=0)
         return _featured_tile(spec, tile) if _featured(spec) else tile
     if _featured(spec):
         return _featured_tile(spec, tile)
     if _transformed(spec):
-        return replace(tile, block_m=64)
-    plain = not (spec.variable or spec.deterministic)
-    return SHORT if plain and tile.head_dim == SHORT.head_dim and spec.seqlen_q <= SHORT_ROWS else tile
+        return replace(tile, block_m=64, v_regs=0, lse_ahead=0)
+    edge = common.hides_right(spec) or _rows_of_a_key(spec) <= SHORT_ROWS
+    short = edge and not spec.deterministic
+    return SHORT if short and tile.head_dim == SHORT.head_dim else tile
+
+
+def _rows_of_a_key(spec: AttentionSpec) -> int:
+    """Query rows that see one key, at most."""
+    left, right = spec.window_left, spec.window_right
+    return min(spec.seqlen_q, left + right + 1) if left >= 0 and right >= 0 else spec.seqlen_q
 
 
 def _transformed(spec: AttentionSpec) -> bool:
@@ -115,7 +124,7 @@ def _featured_tile(spec: AttentionSpec, tile: Tile) -> Tile:
     if max(tile.head_dim, tile.head_dim_v) == 64:
         rows = _rows_of_64(spec, skipping)
     v_regs = 3 if min(tile.head_dim, tile.head_dim_v) == 128 and plain else 0  # four spill
-    found = replace(tile, block_m=rows, v_regs=v_regs, skipping=skipping, dropout=dropout)
+    found = replace(tile, block_m=rows, v_regs=v_regs, lse_ahead=0, skipping=skipping, dropout=dropout)
     tiles = replace(found, bias_tiles=1)
     return tiles if _bias_tiles(spec) and tiles.shared_memory(frozenset("qkv")) <= SHARED_MEMORY else found
 
@@ -222,7 +231,7 @@ class Sections:
 
     units: int
     together: int  # units of a section
-    shares: int  # CTAs that make a section's sums dQ, or zero; 0 with a single section or without dQ
+    shares: int  # CTAs that make a section's sums dQ, or zero; 0 where the kernel after makes all of dQ
 
     @property
     def count(self) -> int:
@@ -230,8 +239,8 @@ class Sections:
 
     @property
     def left(self) -> int:
-        """Units of the last section, whose sums are left to the kernel after."""
-        return self.units - (self.count - 1) * self.together
+        """Units whose sums are left to the kernel after: of the last section, or all."""
+        return self.units - (self.count - 1) * self.together if self.shares else self.units
 
 
 def sections_of(
@@ -247,7 +256,15 @@ def sections_of(
     tile = tile_of(spec)
     share_slots = SHARE_BYTES // (4 * tile.block_m * tile.head_dim)
     shares = -(-together * spec.group * query_slots // share_slots)
-    return Sections(units, together, shares if together < units and "q" in wants else 0)
+    alone = together == units or "q" not in wants or _leaves_dq(spec, tile)
+    return Sections(units, together, 0 if alone else shares)
+
+
+def _leaves_dq(spec: AttentionSpec, tile: Tile) -> bool:
+    """Whether CTAs, as they have few steps, end before their sums of dQ are there, and make none of it."""
+    share = 0.5 if common.hides_right(spec) and spec.window_left < 0 else 1
+    few = share * spec.group * _rows_of_a_key(spec) <= FEW_STEPS * tile.block_m
+    return few and tile.dq_tiles > 0 and not (spec.deterministic or _featured(spec))
 
 
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -456,6 +473,8 @@ def _launches(
         ("STAGES", tile.stages),
         ("STAGES_DO", tile.stages_do),
         ("PINGPONG", tile.pingpong),
+        ("DQ_TILES", tile.dq_tiles),
+        ("LSE_AHEAD", tile.lse_ahead),
         ("V_REGS", tile.v_regs if "q" in wants else tile.v_regs // 2),  # else dK and dV spill
     )
     shared = [(x, x) for x in operands]
