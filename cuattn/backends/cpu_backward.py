@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_layout import GROUP, WANT_K, WANT_Q, WANT_V
-from .cpu_native import free, get_f64, get_i64, malloc, namespace, put_f64
+from .cpu_layout import EACH, GROUP, IN_USE, LEFT, LINE, TARGET, WANT_K, WANT_Q, WANT_V
+from .cpu_native import free, get_f64, get_i64, malloc, namespace, put_f64, put_i64
 from .cpu_scores import (
-    LINE,
     LOG2E,
     P,
     entry,
@@ -40,12 +39,15 @@ Scratch = namedtuple(
         "base", "rows", "keys", "dim_k", "dim_v",  # dims are padded
         "q_rows", "dout_rows",  # as rows
         "q", "dout",  # as panels
-        "k", "v", "s", "ds",
+        "k", "v",  # two blocks of each
+        "s", "ds",
         "terms", "slope", "keep",  # features' blocks
         # per row; LSE is +inf where the row sees nothing, and in base 2; with features in base e, subtracted
         # from scores first, since finfo.min as a bias must not overflow, and without a rest
         "lse", "lse_rest", "delta", "low", "high",
-        "work", "ignored", "factor", "ones", "limits", "seen", "dq",
+        "work", "ignored", "factor", "ones", "limits", "seen",
+        "fetch_k", "fetch_v", "idle",  # records of what the products fetch
+        "dq",
     ),
 )  # fmt: skip
 # One head of one batch entry: ``array`` is its entry of the arrays, 0 for packed sequences
@@ -69,10 +71,10 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         area = up(rows * keys * size, LINE)
         extra = area if features else 0
         stat, panel = up(rows * size, LINE), up(width * size, LINE)
-        keys_k, keys_v = up(keys * dim_k * size, LINE), up(keys * dim_v * size, LINE)
+        keys_k, keys_v = up(2 * keys * dim_k * size, LINE), up(2 * keys * dim_v * size, LINE)
         limit = up(32 * (rows // width), LINE)
         total = 3 * step_k + 2 * step_v + max(step_k, step_v) + keys_k + keys_v + 2 * area + 3 * extra
-        base = malloc(total + 5 * stat + 2 * panel + 2 * LINE + limit + up(keys, LINE) + more)
+        base = malloc(total + 5 * stat + 2 * panel + 5 * LINE + limit + up(keys, LINE) + more)
         q_rows = up(base, LINE)
         dout_rows = q_rows + step_k
         q = dout_rows + step_v
@@ -89,6 +91,10 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         ones = factor + LINE
         limits = ones + panel
         seen = limits + limit
+        fetch = seen + up(keys, LINE)
+        for record in range(3):
+            for word in (LEFT, EACH, TARGET):
+                put_i64(fetch + record * LINE, word, 0)
         memory.fill(ones, width, real(1.0))
         exact = LOG2E if features or scale(p) == 0.0 else abs(scale(p)) * LOG2E
         # rounded down, so that the rest behind it is positive and -inf stays -inf
@@ -98,7 +104,7 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             base, rows, keys, dim_k, dim_v, q_rows, dout_rows, q, dout, k, v, s, ds, terms, terms + extra,
             terms + 2 * extra, lse, lse + stat, lse + 2 * stat, lse + 3 * stat, lse + 4 * stat,
             work, ignored, factor, ones,
-            limits, seen, seen + up(keys, LINE),
+            limits, seen, fetch, fetch + LINE, fetch + 2 * LINE, fetch + 3 * LINE,
         )  # fmt: skip
 
     @jit
@@ -164,14 +170,13 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         hk = head.h // (get_i64(p, P.heads_q) // get_i64(p, P.heads_kv))
         k = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, head.array, hk, head.k0 + j0)
         v = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, head.array, hk, head.k0 + j0)
-        memory.load_block(
-            kind, get_i64(p, P.k), k, get_i64(p, P.k_stride_s), early, count, padded, get_i64(p, P.head_dim),
-            at.k, at.dim_k, mark,
-        )  # fmt: skip
-        memory.load_block(
-            kind, get_i64(p, P.v), v, get_i64(p, P.v_stride_s), early, count, padded,
-            get_i64(p, P.head_dim_v), at.v, at.dim_v, mark,
-        )  # fmt: skip
+        k_rows = (kind, get_i64(p, P.k), k, get_i64(p, P.k_stride_s), get_i64(p, P.head_dim), at.dim_k)
+        v_rows = (kind, get_i64(p, P.v), v, get_i64(p, P.v_stride_s), get_i64(p, P.head_dim_v), at.dim_v)
+        # what the last panel fetches would come late
+        steps = max((n - 1) // width, 1) * (at.keys // simd.rows)
+        after = (at.keys, min(at.keys, end - j0 - at.keys), steps)
+        memory.ready(at.fetch_k, k_rows, early, count, padded, at.k, mark, after, not features)
+        memory.ready(at.fetch_v, v_rows, early, count, padded, at.v, mark, after, not features)
         return padded
 
     @jit
@@ -188,18 +193,9 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
         block_at = lane * at.keys * size
         s, ds, terms = at.s + block_at, at.ds + block_at, at.terms + block_at
         cap = real(get_f64(p, P.softcap))
-        simd.scores(
-            at.k,
-            at.dim_k,
-            padded,
-            at.q + lane * at.dim_k * size,
-            get_i64(p, P.head_dim),
-            s,
-            at.ignored,
-            0,
-            0,
-            0,
-        )
+        dim, q = get_i64(p, P.head_dim), at.q + lane * at.dim_k * size
+        k, v = get_i64(at.fetch_k, IN_USE), get_i64(at.fetch_v, IN_USE)
+        simd.scores(k, at.dim_k, padded, q, dim, s, at.ignored, 0, 0, 0, at.fetch_k)
         slope = at.slope + block_at if cap > real(0.0) else 0
         score.apply_terms(s, terms, padded, real(scale(p)), cap, slope, at.ignored, at.lse + lane * size)
         zero = at.lse_rest + lane * size
@@ -209,9 +205,8 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             keep = at.keep + block_at
             score.keep_of(p, head.b, head.h, first + lane, j0, padded, seed(p), keep)
         if need_scores:
-            simd.scores(
-                at.v, at.dim_v, padded, at.dout + lane * at.dim_v * size, at.dim_v, ds, at.ignored, 0, 0, 0
-            )
+            dout = at.dout + lane * at.dim_v * size
+            simd.scores(v, at.dim_v, padded, dout, at.dim_v, ds, at.ignored, 0, 0, 0, at.fetch_v)
         score.gradient(s, ds, keep, slope if raw else 0, padded, at.delta + lane * size)
 
     @jit
@@ -230,18 +225,18 @@ def make_gradients(real: Any, simd: Any, features: bool) -> Any:
             memory.fill(target, skip * width, real(0.0))
             memory.fill(target + (skip + live) * width * size, (padded - skip - live) * width, real(0.0))
         s, ds = s + skip * width * size, ds + skip * width * size
-        k, q = at.k + skip * at.dim_k * size, at.q + lane * at.dim_k * size
+        k, q = get_i64(at.fetch_k, IN_USE) + skip * at.dim_k * size, at.q + lane * at.dim_k * size
         lse, rest, delta = at.lse + lane * size, at.lse_rest + lane * size, at.delta + lane * size
         low_max, high_min = get_i64(at.limits, 4 * panel + 1), get_i64(at.limits, 4 * panel + 2)
         j, dim = j0 + skip, get_i64(p, P.head_dim)
         if low_max <= j and j + live - 1 <= high_min:
-            simd.scores(k, at.dim_k, live, q, dim, s, at.ignored, 0, 0, 0)
+            simd.scores(k, at.dim_k, live, q, dim, s, at.ignored, 0, 0, 0, at.fetch_k)
         else:
             low, high = at.low + lane * size, at.high + lane * size
-            simd.scores_masked(k, at.dim_k, live, q, dim, s, at.ignored, low, high, j)
+            simd.scores_masked(k, at.dim_k, live, q, dim, s, at.ignored, low, high, j, at.fetch_k)
         if need_scores:
-            v, dout = at.v + skip * at.dim_v * size, at.dout + lane * at.dim_v * size
-            simd.scores(v, at.dim_v, live, dout, at.dim_v, ds, at.ignored, 0, 0, 0)
+            v, dout = get_i64(at.fetch_v, IN_USE) + skip * at.dim_v * size, at.dout + lane * at.dim_v * size
+            simd.scores(v, at.dim_v, live, dout, at.dim_v, ds, at.ignored, 0, 0, 0, at.fetch_v)
             simd.score_gradient(s, ds, live, at.factor, lse, rest, delta)
         else:
             simd.weights(s, ds, live, at.factor, lse, rest, delta)
@@ -306,7 +301,8 @@ def make_backward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
             if wants & WANT_Q:
                 ds = at.ds + (panel * at.keys + skip) * width * size
                 dq = at.dq + panel * width * at.dim_k * size
-                simd.values(at.k + skip * at.dim_k * size, at.dim_k, live, ds, at.dim_k, dq, at.ones)
+                k = get_i64(at.fetch_k, IN_USE) + skip * at.dim_k * size
+                simd.values(k, at.dim_k, live, ds, at.dim_k, dq, at.ones, at.idle)
         lane, panels = begin * width, end - begin
         offset, step = lane * at.keys * size, at.keys * width
         if wants & WANT_V:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_layout import KIND_REAL
+from .cpu_layout import KIND_REAL, LINE
 from .cpu_native import free, get_i64, malloc
-from .cpu_scores import LINE, LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up, visible
+from .cpu_scores import LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up, visible
 
 AHEAD = 1024  # bytes from where keys are read to where they are asked for: the hardware does the rest
 

@@ -20,6 +20,12 @@ from pathlib import Path
 # aux6  packed sequences: rows of q in all
 KIND_REAL, KIND_FLOAT16, KIND_BFLOAT16, KIND_FLOAT32 = range(4)
 WANT_Q, WANT_K, WANT_V = 1, 2, 4
+LINE = 64  # bytes of a cache line
+# Words of a record of rows that the products prefetch and copy on the side: where the next one lies, bytes
+# to the one behind it, bytes of one, how many are left, how many go at a step; where copies go (0: nowhere),
+# bytes between them; where the rows in use are
+SOURCE, STRIDE, SIZE, LEFT, EACH, TARGET, TARGET_STRIDE, IN_USE = range(8)
+ROWS_AHEAD = 2  # of a row that is copied goes the one that is prefetched
 GROUP = 32  # columns that share dropout's counters; blocks of keys begin at a multiple of it
 
 

@@ -18,13 +18,13 @@ from numba.extending import intrinsic
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
-def emit_prefetch(b: Any, pointer: Any) -> None:
-    """Into the second-level cache; the address need not be mapped."""
+def emit_prefetch(b: Any, pointer: Any, level: int) -> None:
+    """Into the first- or second-level cache; the address need not be mapped."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     name = "llvm.prefetch.p0"
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    read, second, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    b.call(function, [pointer, read, second, data])
+    read, locality, data = (ir.Constant(I32, n) for n in (0, 4 - level, 1))
+    b.call(function, [pointer, read, locality, data])
 
 
 def _make_get(kind: Any, numba_type: Any) -> Any:
@@ -76,17 +76,6 @@ def _libc(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
     kind = ir.FunctionType(result, [a.type for a in arguments])
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
     return b.call(function, arguments)
-
-
-@intrinsic
-def prefetch(ctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which need not be mapped, to come into the second-level cache."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        emit_prefetch(b, b.inttoptr(args[0], I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @intrinsic

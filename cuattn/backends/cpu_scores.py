@@ -17,7 +17,21 @@ import numpy as np
 from numba import njit
 
 from .. import params
-from .cpu_layout import GROUP, KIND_BFLOAT16, KIND_FLOAT16, KIND_FLOAT32, KIND_REAL
+from .cpu_layout import (
+    EACH,
+    GROUP,
+    IN_USE,
+    KIND_BFLOAT16,
+    KIND_FLOAT16,
+    KIND_FLOAT32,
+    KIND_REAL,
+    LEFT,
+    SIZE,
+    SOURCE,
+    STRIDE,
+    TARGET,
+    TARGET_STRIDE,
+)
 from .cpu_native import (
     bits_of_float,
     float_of_bits,
@@ -28,14 +42,12 @@ from .cpu_native import (
     get_u8,
     get_u16,
     namespace,
-    prefetch,
     put_f32,
     put_i64,
     put_u8,
     put_u16,
 )
 
-LINE = 64  # bytes of a cache line
 LOG2E = 1.4426950408889634
 
 Words = namedtuple("Words", params.FIELDS)  # type: ignore[misc]
@@ -258,13 +270,43 @@ def make_memory(real: Any, simd: Any) -> Any:
                 load_row(kind, address, index + j * stride, dim, target_stride, row)
 
     @jit
-    def ask_for(kind, address, index, stride, first, last, dim):
-        """Prefetch rows [first, last): they may lie pages apart, where no hardware looks ahead."""
-        itemsize = simd.itemsize if kind == KIND_REAL else 2
-        for j in range(first, last):
-            row = address + (index + j * stride) * itemsize
-            for at in range(0, dim * itemsize, LINE):
-                prefetch(row + at)
+    def fetch(record, rows, after, target):
+        """Have the products that take a record prefetch the next block's rows, a few at each of their steps.
+
+        Rows may lie pages apart, where no hardware looks ahead; asked for all at once they stall. With a
+        ``target`` they are copied there on the way, if copying is all they need. ``rows``: how they are
+        stored, address, index of this block's first, stride, dim, and how long they are in scratch;
+        ``after``: keys of a block, of the next one, and the steps that there are.
+        """
+        kind, address, index, stride, dim, width = rows
+        keys, more, steps = after
+        itemsize, more = simd.itemsize if kind == KIND_REAL else 2, max(more, 0)
+        put_i64(record, SOURCE, address + (index + keys * stride) * itemsize)
+        put_i64(record, STRIDE, stride * itemsize)
+        put_i64(record, SIZE, dim * itemsize)
+        put_i64(record, LEFT, more)
+        put_i64(record, EACH, up(more, steps) // steps)
+        put_i64(record, TARGET, target if kind == KIND_REAL and dim == width and more > 0 else 0)
+        put_i64(record, TARGET_STRIDE, width * simd.itemsize)
+
+    @jit
+    def ready(record, rows, early, count, padded, buffers, seen, after, copy):
+        """Address of a block's rows in one of two adjacent buffers; into the other the next block's come.
+
+        Loads what is not copied yet, as ``load_block`` does. ``copy``: whether the next ones may be copied.
+        """
+        kind, address, index, stride, dim, width = rows
+        done, place = 0, buffers
+        if get_i64(record, TARGET):
+            done = count - get_i64(record, LEFT)
+            place = get_i64(record, TARGET) - done * width * simd.itemsize
+        load_block(
+            kind, address, index + done * stride, stride, max(early - done, 0), count - done, padded - done,
+            dim, place + done * width * simd.itemsize, width, seen,
+        )  # fmt: skip
+        put_i64(record, IN_USE, place)
+        fetch(record, rows, after, 2 * buffers + after[0] * width * simd.itemsize - place if copy else 0)
+        return place
 
     @jit
     def store_result(kind, out, index, dim, values, top, total, sinks, h, lse, lse_index):
@@ -288,7 +330,7 @@ def make_memory(real: Any, simd: Any) -> Any:
     return namespace(
         "memory", value=value, set_value=set_value, fill=fill, dot=dot, load_row=load_row,
         store_row=store_row, zero_row=zero_row, load_block=load_block, store_result=store_result,
-        ask_for=ask_for,
+        fetch=fetch, ready=ready,
     )  # fmt: skip
 
 

@@ -19,7 +19,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .cpu_layout import Isa
+from .cpu_layout import (
+    EACH,
+    LEFT,
+    LINE,
+    ROWS_AHEAD,
+    SIZE,
+    SOURCE,
+    STRIDE,
+    TARGET,
+    TARGET_STRIDE,
+    Isa,
+)
 from .cpu_native import (
     I8,
     I32,
@@ -145,8 +156,8 @@ class _Vectors:
     def store(self, b: Any, value: Any, pointer: Any, offset: Any = 0) -> None:
         b.store(value, b.bitcast(self.at(b, pointer, offset), self.type.as_pointer())).align = self.itemsize
 
-    def prefetch(self, b: Any, pointer: Any, ahead: Any) -> None:
-        emit_prefetch(b, b.bitcast(self.at(b, pointer, ahead), I8.as_pointer()))
+    def prefetch(self, b: Any, pointer: Any, ahead: Any, level: int) -> None:
+        emit_prefetch(b, b.bitcast(self.at(b, pointer, ahead), I8.as_pointer()), level)
 
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         return b.fadd(b.fmul(x, y, flags=("contract",)), z, flags=("contract",))
@@ -286,11 +297,36 @@ def _rank_1(
     return list(acc), a, panel
 
 
+def _fetch(v: _Vectors, b: Any, record: Any) -> None:
+    """Prefetch a record's next rows; copy those that were prefetched before, if it has a place for them."""
+
+    def word(i: int) -> Any:
+        return b.gep(b.inttoptr(record, I64.as_pointer()), [_i64(i)], inbounds=True)
+
+    left, most, stride, size = (b.load(word(i)) for i in (LEFT, EACH, STRIDE, SIZE))
+    target, target_stride = b.load(word(TARGET)), b.load(word(TARGET_STRIDE))
+    count = b.select(b.icmp_signed("<", left, most), left, most)
+    copies = b.icmp_signed("!=", target, _i64(0))
+    ahead = b.select(copies, b.mul(stride, _i64(ROWS_AHEAD)), _i64(0))
+    rows = _Loop(b, _i64(0), count, 1, [b.load(word(SOURCE)), target])
+    source, place = rows.carried
+    lines = _Loop(b, _i64(0), size, LINE, [])
+    emit_prefetch(b, b.inttoptr(b.add(b.add(source, ahead), lines.i), I8.as_pointer()), 1)
+    lines.close([])
+    vectors = _Loop(b, _i64(0), b.select(copies, size, _i64(0)), v.lanes * v.itemsize, [])
+    x = v.load(b, v.pointer(b, b.add(source, vectors.i)))
+    v.store(b, x, v.pointer(b, b.add(place, vectors.i)))
+    vectors.close([])
+    after = rows.close([b.add(source, stride), b.add(place, b.select(copies, target_stride, _i64(0)))])
+    for i, value in ((SOURCE, after[0]), (TARGET, after[1]), (LEFT, b.sub(left, count))):
+        b.store(value, word(i))
+
+
 def _void(arity: int) -> Any:
     return types.void(*[types.int64] * arity)
 
 
-def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
+def _make_scores(v: _Vectors, isa: Isa, masked: bool, fetches: bool) -> Any:
     width, rows, vectors = isa.width(v.itemsize), isa.rows, isa.vectors
 
     @intrinsic
@@ -306,14 +342,15 @@ def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
         low: Any,
         high: Any,
         first: Any,
+        fetch: Any,
     ) -> Any:
         """s[key][lane] = k[key] . q[.][lane] and top = max(top, s); ``keys`` is a multiple of ``rows``.
 
-        Masked: -inf unless low[lane] <= first + key <= high[lane].
+        Masked: -inf unless low[lane] <= first + key <= high[lane]. ``fetch``: record of what is read next.
         """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            k, k_stride, keys, q, dim, s, top, low, high, first = args
+            k, k_stride, keys, q, dim, s, top, low, high, first, fetch = args
             k, q, s, top = (v.pointer(b, x) for x in (k, q, s, top))
             bounds = []
             if masked:
@@ -323,6 +360,8 @@ def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
             tops = [v.load(b, top, i * v.lanes) for i in range(vectors)]
             loop = _Loop(b, _i64(0), keys, rows, [*tops, k, s])
             *tops, k, s = loop.carried
+            if fetches:
+                _fetch(v, b, fetch)
             offsets = [b.mul(k_stride, _i64(r)) for r in range(rows)]
             acc, _, _ = _rank_1(
                 v, b, [v.zero] * (rows * vectors), k, q, dim, _i64(1), _i64(width),
@@ -346,7 +385,7 @@ def _make_scores(v: _Vectors, isa: Isa, masked: bool) -> Any:
                 v.store(b, done[i], top, i * v.lanes)
             return context.get_dummy_value()
 
-        return _void(10), codegen
+        return _void(11), codegen
 
     return scores
 
@@ -401,7 +440,9 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
     width, rows, vectors = isa.width(v.itemsize), isa.rows, isa.vectors
 
     @intrinsic
-    def values(ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any) -> Any:
+    def values(
+        ctx: Any, x: Any, x_stride: Any, keys: Any, p: Any, dim: Any, acc: Any, decay: Any, fetch: Any
+    ) -> Any:
         """acc[d][lane] = acc * decay[lane] + sum of x[key][d] * p[key][lane]; dim a multiple of rows."""
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -410,6 +451,7 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
             decays = [v.load(b, decay, i * v.lanes) for i in range(vectors)]
             loop = _Loop(b, _i64(0), dim, rows, [x, acc])
             x, acc = loop.carried
+            _fetch(v, b, args[7])
             places = [(r * vectors + i, r * width + i * v.lanes) for r in range(rows) for i in range(vectors)]
             offsets = [b.mul(x_stride, _i64(u)) for u in range(UNROLL)]
             sums, _, _ = _rank_1(
@@ -421,7 +463,7 @@ def _make_values(v: _Vectors, isa: Isa) -> Any:
             loop.close([v.at(b, x, rows), v.at(b, acc, rows * width)])
             return context.get_dummy_value()
 
-        return _void(7), codegen
+        return _void(8), codegen
 
     return values
 
@@ -523,6 +565,8 @@ def _make_outer(v: _Vectors, isa: Isa) -> Any:
             places = [(r, i) for r in range(rows) for i in range(vectors)]
             at = [b.add(b.add(b.mul(dim, _i64(r)), _i64(i * v.lanes)), column) for r, i in places]
             x = v.at(b, v.pointer(b, x), column)
+            for offset in at:  # a head's sums lie far away
+                v.prefetch(b, acc, offset, 1)
             loop = _Loop(b, _i64(0), panels, 1, [v.zero] * len(places) + [p, x])
             *sums, panel, x = loop.carried
             sums, _, x = _rank_1(
@@ -668,7 +712,7 @@ def _make_dots(v: _Vectors) -> Any:
             def body(column: Any, vectors: int, acc: list[Any]) -> list[Any]:
                 x, y, total = v.at(b, query, column), v.at(b, key, column), acc[0]
                 for i in range(vectors):
-                    v.prefetch(b, v.at(b, y, i * n), args[10])
+                    v.prefetch(b, v.at(b, y, i * n), args[10], 2)
                     total = v.fma(b, v.load(b, y, i * n), v.load(b, x, i * n), total)
                 return [total]
 
@@ -758,7 +802,7 @@ def _make_row_values(v: _Vectors) -> Any:
             def add(column: Any, vectors: int, _: list[Any]) -> list[Any]:
                 place, y = v.at(b, target, column), v.at(b, row, column)
                 for i in range(vectors):
-                    v.prefetch(b, v.at(b, y, i * n), args[10])
+                    v.prefetch(b, v.at(b, y, i * n), args[10], 2)
                     total = v.fma(b, weight, v.load(b, y, i * n), v.load(b, place, i * n))
                     v.store(b, total, place, i * n)
                 return []
@@ -773,13 +817,16 @@ def _make_row_values(v: _Vectors) -> Any:
     return row_values
 
 
-def make(real: str, isa: Isa) -> Any:
-    """The micro-kernels for "float32" or "float64", as Numba intrinsics over addresses."""
+def make(real: str, isa: Isa, fetches: bool = True) -> Any:
+    """The micro-kernels for "float32" or "float64", as Numba intrinsics over addresses.
+
+    ``fetches``: whether scores take their record of rows that are read next.
+    """
     v = _Vectors(real, isa)
     double = real == "float64"
     return namespace(
         "simd", lanes=v.lanes, rows=isa.rows, width=isa.width(v.itemsize), itemsize=v.itemsize,
-        scores=_make_scores(v, isa, False), scores_masked=_make_scores(v, isa, True),
+        scores=_make_scores(v, isa, False, fetches), scores_masked=_make_scores(v, isa, True, fetches),
         softmax=_make_softmax(v, isa, False), softmax_only=_make_softmax(v, isa, True),
         values=_make_values(v, isa), outer=_make_outer(v, isa),
         normalise=_make_normalise(v, isa), finish=_make_finish(v), weighted_rows=_make_weighted_rows(v, isa),

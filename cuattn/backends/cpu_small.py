@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_layout import LINE
 from .cpu_native import free, get_i64, malloc, put_i64
-from .cpu_scores import LINE, LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up
+from .cpu_scores import LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up
 
 
 def make_small(real: Any, simd: Any) -> Callable[..., Any]:
@@ -56,11 +57,11 @@ def make_small(real: Any, simd: Any) -> Callable[..., Any]:
             clear = 0  # keys from the first on that every row sees
             if low_max <= begin:
                 clear = min(live, max(high_min + 1 - begin, 0) // rows * rows)
-                simd.scores(k + begin * k_stride * size, k_stride, clear, panel_q, dim, s, tops, 0, 0, 0)
+                simd.scores(k + begin * k_stride * size, k_stride, clear, panel_q, dim, s, tops, 0, 0, 0, 0)
             j = begin + clear
             simd.scores_masked(
                 k + j * k_stride * size, k_stride, live - clear, panel_q, dim, s + clear * width * size, tops,
-                low + lane, high + lane, j,
+                low + lane, high + lane, j, 0,
             )  # fmt: skip
             simd.softmax_only(s, live, at, tops, 0, totals, 0)
         simd.finish(tops, totals, at, lse + lane)

@@ -20,10 +20,9 @@ import numpy as np
 from . import cpu_simd
 from .cpu_backward import make_backward, make_bias_gradient, make_reduce, make_sinks_gradient
 from .cpu_decode import make_combine, make_decode
-from .cpu_layout import GROUP, KIND_REAL
-from .cpu_native import free, get_f64, get_i64, malloc
+from .cpu_layout import GROUP, KIND_REAL, LINE, TARGET
+from .cpu_native import free, get_f64, get_i64, malloc, put_i64
 from .cpu_scores import (
-    LINE,
     LOG2E,
     P,
     entry,
@@ -46,6 +45,7 @@ Scratch = namedtuple(
     (
         "base", "q_rows", "q", "acc", "k", "v", "s", "terms", "keep", "tops", "formers", "totals",
         "low", "high", "decay", "factor", "limits", "seen",
+        "fetch_k", "fetch_v",  # records of what the products fetch
     ),
 )  # fmt: skip
 
@@ -122,19 +122,6 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
                 )  # fmt: skip
 
     @jit
-    def ask_for_next(p, k, v, j0, keys, end, panel, panels):
-        """Prefetch a panel's share of the next block's keys and values; ``k``, ``v``: where the first are."""
-        kind, last = get_i64(p, P.aux0), min((panel + 1) * keys // panels, end - j0 - keys)
-        first, start = panel * keys // panels, j0 + keys
-        k_stride, v_stride = get_i64(p, P.k_stride_s), get_i64(p, P.v_stride_s)
-        memory.ask_for(
-            kind, get_i64(p, P.k), k + start * k_stride, k_stride, first, last, get_i64(p, P.head_dim)
-        )
-        memory.ask_for(
-            kind, get_i64(p, P.v), v + start * v_stride, v_stride, first, last, get_i64(p, P.head_dim_v)
-        )
-
-    @jit
     def scratch(p):
         """Memory for a tile, as ``Scratch`` says."""
         rows, keys = get_i64(p, P.aux1), get_i64(p, P.aux2)
@@ -142,24 +129,50 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         lanes = up(rows, width)
         panels = lanes // width
         area = panels * keys * width if features else 0
-        words = lanes * (dp + dv + max(dp, dv) + 6) + keys * (dp + dv + width) + 2 * area + 2 * width
-        base = malloc(words * size + 32 * panels + keys + 16 * LINE)
+        words = lanes * (dp + dv + max(dp, dv) + 6) + keys * (2 * dp + 2 * dv + width) + 2 * area + 2 * width
+        base = malloc(words * size + 32 * panels + keys + 20 * LINE)
         q_rows = up(base, LINE)
         q = q_rows + up(lanes * max(dp, dv) * size, LINE)
         acc = q + up(lanes * dp * size, LINE)
         k = acc + up(lanes * dv * size, LINE)
-        v = k + up(keys * dp * size, LINE)
-        s = v + up(keys * dv * size, LINE)
+        v = up(k + 2 * keys * dp * size, LINE)
+        s = up(v + 2 * keys * dv * size, LINE)
         terms = s + up(keys * width * size, LINE)
         keep = terms + up(area * size, LINE)
         tops = keep + up(area * size, LINE)
         decay = tops + 5 * lanes * size
         limits = up(decay + (width + 1) * size, LINE)
+        seen = limits + 32 * panels
+        fetch = up(seen + keys, LINE)
+        put_i64(fetch, TARGET, 0)
+        put_i64(fetch + LINE, TARGET, 0)
         return Scratch(
             base, q_rows, q, acc, k, v, s, terms, keep, tops, tops + lanes * size, tops + 2 * lanes * size,
             tops + 3 * lanes * size, tops + 4 * lanes * size, decay, decay + width * size, limits,
-            limits + 32 * panels,
+            seen, fetch, fetch + LINE,
         )  # fmt: skip
+
+    @jit
+    def keys_and_values(p, at, k, v, early, count, padded, more, panels, in_place, mark):
+        """Make a block's rows ready and have ``more`` of the next fetched: addresses and steps of both."""
+        kind, keys = get_i64(p, P.aux0), get_i64(p, P.aux2)
+        dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
+        dp, dv = up(dim, padding), up(dim_v, padding)
+        k_rows = (kind, get_i64(p, P.k), k, get_i64(p, P.k_stride_s), dim, dp)
+        v_rows = (kind, get_i64(p, P.v), v, get_i64(p, P.v_stride_s), dim_v, dv)
+        steps = max(panels - 1, 1)  # what the last panel fetches would come late
+        k_after, v_after = (
+            (keys, more, steps * (keys // step)),
+            (keys, more, steps * (up(dim_v, step) // step)),
+        )
+        if in_place and early == 0 and count == padded:
+            memory.fetch(at.fetch_k, k_rows, k_after, 0)
+            memory.fetch(at.fetch_v, v_rows, v_after, 0)
+            return k_rows[1] + k * size, k_rows[3], v_rows[1] + v * size, v_rows[3]
+        copy = not features and not in_place
+        k_at = memory.ready(at.fetch_k, k_rows, early, count, padded, at.k, mark, k_after, copy)
+        v_at = memory.ready(at.fetch_v, v_rows, early, count, padded, at.v, mark, v_after, copy)
+        return k_at, dp, v_at, dv
 
     @jit
     def attend(p, b, h, at, panel, first, j0, end, padded, k, k_stride, v, v_stride):
@@ -176,18 +189,20 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
         j, k, v = j0 + skip, k + skip * k_stride * size, v + skip * v_stride * size
         q, top = at.q + lane * dp, at.tops + lane
         if features:  # top is found with the terms
-            simd.scores(k, k_stride, live, q, dim, at.s, at.decay, 0, 0, 0)
+            simd.scores(k, k_stride, live, q, dim, at.s, at.decay, 0, 0, 0, at.fetch_k)
             cap, terms = real(get_f64(p, P.softcap)), at.terms + lane * keys
             score.apply_terms(at.s, terms, live, real(scale(p)), cap, 0, top, 0)
         elif low_max <= j and j + live - 1 <= high_min:
-            simd.scores(k, k_stride, live, q, dim, at.s, top, 0, 0, 0)
+            simd.scores(k, k_stride, live, q, dim, at.s, top, 0, 0, 0, at.fetch_k)
         else:
-            simd.scores_masked(k, k_stride, live, q, dim, at.s, top, at.low + lane, at.high + lane, j)
+            low, high = at.low + lane, at.high + lane
+            simd.scores_masked(k, k_stride, live, q, dim, at.s, top, low, high, j, at.fetch_k)
         simd.softmax(at.s, live, at.factor, top, at.formers + lane, at.totals + lane, at.decay)
         if features and get_f64(p, P.dropout_scale) > 0.0:
             score.keep_of(p, b, h, first + panel * width, j0, live, seed(p), at.keep)
             score.multiply(at.s, at.keep, live)
-        simd.values(v, v_stride, live, at.s, up(get_i64(p, P.head_dim_v), step), at.acc + lane * dv, at.decay)
+        dim_v, acc = up(get_i64(p, P.head_dim_v), step), at.acc + lane * dv
+        simd.values(v, v_stride, live, at.s, dim_v, acc, at.decay, at.fetch_v)
 
     @jit
     def run(p, tile, at):
@@ -231,19 +246,10 @@ def make_forward(real: Any, simd: Any, features: bool) -> Callable[..., Any]:
                 ):  # fmt: skip
                     continue
             k, v = k_index + j0 * k_stride, v_index + j0 * v_stride
-            k_at, k_step, v_at, v_step = at.k, dp, at.v, dv
-            if in_place and early == 0 and count == padded:
-                k_at, k_step = get_i64(p, P.k) + k * size, k_stride
-                v_at, v_step = get_i64(p, P.v) + v * size, v_stride
-            else:
-                memory.load_block(
-                    kind, get_i64(p, P.k), k, k_stride, early, count, padded, dim, at.k, dp, mark
-                )
-                memory.load_block(
-                    kind, get_i64(p, P.v), v, v_stride, early, count, padded, dim_v, at.v, dv, mark
-                )
+            k_at, k_step, v_at, v_step = keys_and_values(
+                p, at, k, v, early, count, padded, min(keys, end - j0 - keys), panels, in_place, mark
+            )
             for panel in range(panels):
-                ask_for_next(p, k_index, v_index, j0, keys, end, panel, panels)
                 attend(p, b, h, at, panel, first, j0, end, padded, k_at, k_step, v_at, v_step)
         finish(p, n, h, packed, q0 + first, at.acc, at.q_rows, dv, unit, at.tops, at.totals)
 
@@ -266,7 +272,7 @@ def build(name: str, isa: Any) -> Callable[..., Any]:
     if loop == "forward":
         return make_forward(real, simd, features)
     if loop == "small":
-        return make_small(real, cpu_simd.make(real_name, isa.narrow()))
+        return make_small(real, cpu_simd.make(real_name, isa.narrow(), fetches=False))
     if loop == "backward":
         return make_backward(real, simd, features)
     makers = {
