@@ -41,7 +41,10 @@ Pointers = tuple[tuple[str, str], ...]
 # Measured in docs/performance/cpu.md
 MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all of them
 MIN_ROWS = 64  # below it copying costs more than finer tiles bring
-KEYS = 64  # of a block: it stays in the first-level cache
+KEYS = 64  # of a block: its scores stay in the first-level cache
+LONG_KEYS = (
+    128  # the same for a forward whose blocks, two of keys and two of values, leave the cache to the rows
+)
 TILES_PER_THREAD = 8  # so that the last ones do not keep all waiting
 DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, not packed for a panel
 DECODE_KEYS = 256  # keys of a block where each is read once: long runs through memory
@@ -179,6 +182,13 @@ def _forward_rows(spec: AttentionSpec, threads: int) -> int:
     return _fit(rows, spec.seqlen_q, width)
 
 
+def _forward_keys(spec: AttentionSpec) -> int:
+    """Keys of a block: longer sums, as long as they leave the second-level cache to a tile's rows."""
+    one = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.accumulator]
+    most = LONG_KEYS if LONG_KEYS * one <= second_level_bytes() // 8 and not _has_features(spec) else KEYS
+    return _fit(most, spec.seqlen_kv, GROUP)
+
+
 def _work(spec: AttentionSpec) -> float:
     """Floating-point operations of a forward; with few query rows, what reading the keys is worth."""
     keys = spec.seqlen_kv
@@ -215,7 +225,7 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
         return _decode_program(spec, threads)
     small = _is_small(spec, threads)
     rows = spec.seqlen_q if small else _forward_rows(spec, threads)
-    keys = _fit(KEYS, spec.seqlen_kv, GROUP)
+    keys = _forward_keys(spec)
     inputs = tuple(_operands(spec))
     outputs = (Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, spec.accumulator))
     blocks = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
