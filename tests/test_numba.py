@@ -66,6 +66,26 @@ def test_tile_edges(seqlens: tuple[int, int], causal: bool) -> None:
     assert_close(both(q, k, v, dout, causal=causal), 5e-6)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (90, 20), "q_offset": 0}, {}])
+@pytest.mark.parametrize("seqlens", [(330, 700), (700, 330), (100, 391)])
+def test_rows_copied_on_the_side(seqlens: tuple[int, int], options: Any, layout: str) -> None:
+    """Rows of whole vectors, which the products copy for the next block, wherever that begins and ends."""
+    shapes = [(1, seqlens[i], 2, dim) for i, dim in ((0, 64), (1, 64), (1, 32), (0, 32))]
+    arrays = [draw(i, *shape) for i, shape in enumerate(shapes)]
+    if layout == "bhsd":
+        arrays = [x.swapaxes(1, 2) for x in arrays]
+    clean = both(*arrays, **options, layout=layout)
+    assert_close(clean, 5e-6)
+    position = np.arange(seqlens[0])[:, None] - np.arange(seqlens[1])
+    left, right = options.get("window_size", (10000, 10000))
+    hidden = ~((position <= left) & (-position <= right)).any(0)
+    for x in arrays[1:3]:
+        np.copyto(x if layout == "bshd" else x.swapaxes(1, 2), np.nan, where=hidden[:, None, None])
+    for (name, got, _), (_, wanted, _) in zip(both(*arrays, **options, layout=layout), clean, strict=True):
+        np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
 SHORT = {  # rows, keys, head dims, heads, options
     "whole": (32, 32, (32, 32), (4, 4), {}),
     "causal": (32, 32, (32, 32), (4, 4), {"causal": True}),
