@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -39,7 +40,7 @@ def _progress() -> Progress:
 
 
 def _fail(message: str) -> typer.Exit:
-    console.print(f"[red]{message}[/red]")
+    console.print(f"[red]{escape(message)}[/red]")
     return typer.Exit(2)
 
 
@@ -236,14 +237,15 @@ def verify(
             colour = "green" if good == len(own) else "red"
             table.add_row(
                 kind, _verified_backend(kind, backend), name, f"[{colour}]{good}/{len(own)}[/{colour}]",
-                f"{worst.error:.1e}", f"{worst.case} {worst.worst}",
+                f"{worst.error:.1e}", escape(f"{worst.case} {worst.worst}"),
             )  # fmt: skip
         ran += len(outcomes)
         wrong += [(kind, o) for o in outcomes if not o.ok]
     console.print(table)
     for kind, o in wrong:
         said = o.note or f"{o.worst} is off by {o.error:.1e} (bar {verify_.BARS[o.dtype]:.0e})"
-        console.print(f"[red]wrong[/red] {kind} {o.dtype}, {o.case}: {said}", highlight=False, markup=True)
+        said = escape(f"{o.case}: {said}")
+        console.print(f"[red]wrong[/red] {kind} {o.dtype}, {said}", highlight=False, markup=True)
     if not ran:
         raise _fail(f"no case's name contains {match!r}")
     console.print(f"{ran - len(wrong)} of {ran} right")
@@ -294,11 +296,12 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print plain data"
         return
     chosen = Table("arrays", "backend", "why", title="what a call gets", title_justify="left")
     for row in facts["choices"]:
-        chosen.add_row(row["arrays"], row["backend"], row["why"])
+        chosen.add_row(row["arrays"], row["backend"], escape(row["why"]))
     console.print(chosen)
     states = Table("backend", "available", "reason", title="backends", title_justify="left")
     for name, state in facts["backends"].items():
-        states.add_row(name, "[green]yes[/green]" if state["available"] else "[red]no[/red]", state["reason"])
+        available = "[green]yes[/green]" if state["available"] else "[red]no[/red]"
+        states.add_row(name, available, escape(state["reason"]))
     console.print(states)
     devices = Table(title="GPUs", title_justify="left")
     if facts["gpus"]:
@@ -309,7 +312,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print plain data"
                 *(f"{value:g}" if isinstance(value, float) else str(value) for value in gpu.values())
             )
     else:
-        devices.add_row(facts["no_gpu"])
+        devices.add_row(escape(facts["no_gpu"]))
     console.print(devices)
     rest = Table(title="compiler, cache, versions", title_justify="left", show_header=False)
     for name, value in {
@@ -317,7 +320,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print plain data"
         "kernel cache": facts["kernel_cache"],
         **facts["versions"],
     }.items():
-        rest.add_row(name, value)
+        rest.add_row(name, escape(value))
     console.print(rest)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cuattn import bench, cli, jit, planning, verify
+from cuattn import bench, cli, info, jit, planning, verify
 from cuattn.backends import cpu_code, numba_cuda, reference
 from cuattn.cli import app
 from cuattn.device import H200
@@ -235,6 +235,19 @@ def test_bench_compiles_the_kernels_of_all_lengths_first(monkeypatch: pytest.Mon
         spec = planning.bind_call(x, x, x, {"causal": True})
         for wants in (None, frozenset("qkv")):
             assert {(k, 90) for k in planning.kernels_of([(spec, wants)], H200)} <= set(found)
+
+
+def test_info_says_which_extras_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are not taken for colours."""
+    reason = "CuPy is not installed: pip install 'cuattn[cuda13]'"
+    facts = info.facts()
+    facts["backends"] = {"cuda": {"available": False, "reason": reason}}
+    facts["choices"] = [{"arrays": "CuPy", "backend": "none", "why": reason}]
+    monkeypatch.setattr(info, "facts", lambda: facts)
+    text = runner.invoke(app, ["info"], env={"COLUMNS": "200"}).output
+    assert text.count(reason) == 2
+    wrong = runner.invoke(app, ["plan", "--dtype", "[red]"])
+    assert wrong.exit_code == 2 and "[red]" in wrong.output
 
 
 def test_info_names_every_backend_and_library() -> None:
