@@ -464,10 +464,10 @@ def _explanation(made: planning.Plan) -> list[str]:
 def _kernel_sentences(made: planning.Plan, use: planning.KernelUse) -> list[str]:
     name, device = f"[bold]{use.name}[/bold] ({use.source})", made.device
     if use.tile is None:
-        return [f"{name} prepares or finishes: {use.blocks} piece(s) of work."]
+        return [f"{name} prepares or finishes: {use.blocks} piece(s)."]
     tile = f"tiles of {use.tile[0]} queries × {use.tile[1]} keys"
     if device is None:
-        return [f"{name}: {use.blocks} piece(s) of work, dealt to all cores, in {tile} that stay in the cache."]
+        return [f"{name}: {use.blocks} piece(s), dealt to all cores, in {tile} that stay in the cache."]
     lines = [
         f"{name}: {use.blocks} blocks of {use.threads} threads work on {tile}. A tile of scores lives in "
         f"registers and is overwritten by the next; whole matrices would be "
