@@ -955,6 +955,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   const Shared sh = shared_layout(shared_address(memory));
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // uniform
   if (threadIdx.x == 0) init_barriers(sh);
+  if (SPLIT) {  // lines that no row ever comes to: whatever they held, weights could outgrow their reference in each step
+    for (int x = 16 * threadIdx.x; x < Q_BYTES; x += 16 * NUM_THREADS) shared_store_v4(sh.q + x, 0, 0, 0, 0);
+    proxy_fence();
+  }
   __syncthreads();
   if (wg == 0) {
     if (NUM_WG > 1) registers_give<NUM_WG == 3 ? 32 : SKIPPING || VARLEN ? 56 : 40>();
