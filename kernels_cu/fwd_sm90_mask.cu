@@ -15,10 +15,17 @@
 static_assert(BLOCK_N == 128 || !MASK, "a row of a tile is 128 bits");
 static_assert(BLOCK_M % (4 * AT_ONCE) == 0 && BLOCK_N % AT_ONCE == 0, "no rest");
 
-// Four bytes' truth as bits 28 to 31.
-__device__ __forceinline__ u32 truths(u32 bytes) {
-  const u32 flags = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
-  return flags * 0x00204081u;
+// The bits 7 of the bytes that are not 0.
+__device__ __forceinline__ u32 truths(u32 bytes) { return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u; }
+
+// A lane's 16 columns, a nibble for each word of the row: of words 0 and 1, or of 2 and 3, in the low bits of either half.
+struct Nibbles {
+  u32 x, y;
+};
+// From 4 bytes a word: columns 0-3, 8-11 go to words 0 and 1, columns 4-7, 12-15 to words 2 and 3.
+__device__ __forceinline__ Nibbles nibbles(uint4 bytes) {
+  const u32 x = truths(bytes.x) >> 2 | truths(bytes.z), y = truths(bytes.y) >> 2 | truths(bytes.w);
+  return {(x | x >> 7) >> 5 & 0x000f000fu, (y | y >> 7) >> 5 & 0x000f000fu};
 }
 
 struct Span {
@@ -40,22 +47,33 @@ __device__ __forceinline__ void set_bit(u32* words, int n) {
   if (threadIdx.x % 32 == 0) atomicOr(words + n / 32, 1u << (n % 32));
 }
 
-// Of a row's 128 bits the lanes l of 8 have columns 16 l to 16 l + 15; lane q < 4 gets word q, in the consumers' order.
-__device__ __forceinline__ u32 spread(u32 x) {
-  const int lane = threadIdx.x % 32;
-  // bit 8 a + 2 q + z to 4 q + 2 a + z: nibble q is the lane's part of word q
-  x = (x & 0xc003u) | (x & 0x000cu) << 2 | (x & 0x0030u) << 4 | (x & 0x00c0u) << 6 | (x & 0x0300u) >> 6 | (x & 0x0c00u) >> 4 |
-      (x & 0x3000u) >> 2;
-  // with the neighbour: bytes, of words 2 (l & 1) and 2 (l & 1) + 1
-  u32 y = __shfl_xor_sync(~0u, lane & 1 ? x : x >> 8, 1);
-  x = lane & 1 ? x >> 8 : x & 0xffu;
-  const u32 low = lane & 1 ? y & 0xffu : x, high = lane & 1 ? x : y & 0xffu;
-  x = ((low & 0x0fu) | (high & 0x0fu) << 4) | ((low & 0xf0u) << 4 | (high & 0xf0u) << 8);
-  // with the next pair: halves, of word 2 (l & 1) + (l >> 1 & 1)
-  y = __shfl_xor_sync(~0u, lane & 2 ? x : x >> 8, 2);
-  x = lane & 2 ? (y & 0xffu) | (x & 0xff00u) : (x & 0xffu) | (y & 0xffu) << 8;
-  y = __shfl_xor_sync(~0u, x, 4);
-  return lane & 4 ? y | x << 16 : x | y << 16;
+// The 8 lanes of a row hand each other their nibbles; lane l < 4 gets word 2 (l & 1) + (l >> 1).
+__device__ __forceinline__ u32 gather(Nibbles n) {
+  const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
+  u32 mine = odd ? n.y : n.x, other = __shfl_xor_sync(~0u, odd ? n.x : n.y, 1);
+  mine = odd ? mine << 4 | other : mine | other << 4;
+  other = __shfl_xor_sync(~0u, mine, 2);
+  mine = __byte_perm(mine, other, second ? 0x0026 : 0x0040);
+  return __byte_perm(mine, __shfl_xor_sync(~0u, mine, 4), 0x5410);
+}
+
+__device__ __forceinline__ uint4 first_columns(int count) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int here = max(0, min(4, count - 4 * i));
+    words[i] = here ? 0x01010101u >> (8 * (4 - here)) : 0;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+// The lane's columns of a row, 16 bytes; those that are not there are 0.
+__device__ __forceinline__ uint4 load_columns(const Params& p, const u8* from, int real) {
+  if (WIDE && real == 16) return __ldg((const uint4*)from);
+  u32 words[4] = {};
+#pragma unroll
+  for (int k = 0; k < 16; k++)
+    if (k < real && from[k * p.mask_stride_k]) words[k / 4] |= 1u << (8 * (k % 4));
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Packs the tile's part of the mask: 8 lanes a row, 16 columns a lane.
@@ -65,37 +83,31 @@ __device__ __forceinline__ void pack_mask(const Params& p, int n, int m, int hea
   const i64 per_m = (i64)blocks_n * rows, per_head = p.mask_stride_q ? blocks_m * per_m : per_m;
   const i64 at = (p.mask_stride_b ? batch * (p.mask_stride_h ? p.aux4 * per_head : per_head) : 0) +
                  (p.mask_stride_h ? head * per_head : 0) + (p.mask_stride_q ? m * per_m : 0) + n * rows;
-  const int word = (lane & 1) * 2 + (lane >> 1 & 1);  // the lane's after `spread`
-  u32* bits = (u32*)p.scratch + 4 * at + word;
+  u32* bits = (u32*)p.scratch + 4 * at + 2 * (lane & 1) + (lane >> 1 & 1);
   const u8* mask = p.mask + batch * p.mask_stride_b + head * p.mask_stride_h + column * p.mask_stride_k;
-  const int real = min(16, (int)p.seqlen_kv - column);  // columns that there are
-  const u32 all = real > 0 ? 0xffffu >> (16 - real) : 0;
-  live = false;
+  const int real = max(0, min(16, (int)p.seqlen_kv - column));  // columns that there are
+  const Nibbles full = nibbles(first_columns(real));
+  u32 some = 0, missing = 0;
   for (int top = 0; top < rows; top += 4 * AT_ONCE) {
     uint4 x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int r = top + (lane >> 3) + 4 * i, row = m * BLOCK_M + r;
-      if (WIDE && r < rows && row < p.seqlen_q && real == 16) x[i] = __ldg((const uint4*)(mask + row * p.mask_stride_q));
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (r < rows && row < p.seqlen_q) x[i] = load_columns(p, mask + row * p.mask_stride_q, real);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int r = top + (lane >> 3) + 4 * i, row = m * BLOCK_M + r;
-      const bool inside = r < rows && row < p.seqlen_q;
-      u32 shown = 0;
-      if (WIDE && inside && real == 16)
-        shown = truths(x[i].x) >> 28 | (truths(x[i].y) >> 24 & 0xf0u) | (truths(x[i].z) >> 20 & 0xf00u) |
-                (truths(x[i].w) >> 16 & 0xf000u);
-      else if (inside)
-        for (int k = 0; k < real; k++) shown |= (u32)(mask[row * p.mask_stride_q + k * p.mask_stride_k] != 0) << k;
-      live |= shown != 0;
-      whole &= shown == all || !inside;
-      shown = spread(shown);
-      if (r < rows && !(lane & 4)) bits[4 * r] = shown;
+      const int r = top + (lane >> 3) + 4 * i;
+      const Nibbles n = nibbles(x[i]);
+      const u32 word = gather(n);
+      some |= n.x | n.y;
+      if (r < rows && m * BLOCK_M + r < p.seqlen_q) missing |= (full.x & ~n.x) | (full.y & ~n.y);
+      if (r < rows && !(lane & 4)) bits[4 * r] = word;
     }
   }
-  live = __any_sync(~0u, live);
-  whole = __all_sync(~0u, whole);
+  live = __any_sync(~0u, some != 0);
+  whole = __all_sync(~0u, missing == 0);
 }
 
 #if V_CHUNKS

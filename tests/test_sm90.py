@@ -194,3 +194,27 @@ def test_a_mask_of_keys_is_packed_once() -> None:
     keys = replace(spec, mask=Operand("bool", spec.mask.shape, (5000, 0, 0, 1)))
     (bits,) = (b for b in sm90.forward(keys, H200).workspace if b.name == "mask_bits")
     assert bits.shape == (2 * 4 * -(-5000 // 128),)
+
+
+def test_where_keys_are_masked_v_is_looked_at() -> None:
+    """A bit for each key block of each KV head, behind the bitmap; no other mask needs V."""
+    pairs = long_spec(extra=("mask",))
+    keys = replace(pairs, mask=Operand("bool", pairs.mask.shape, (5000, 0, 0, 1)))
+    blocks = -(-5000 // 128)
+    words = -(-blocks // 32)
+    for spec, heads in ((pairs, 0), (keys, 2 * 2)):
+        program = sm90.forward(spec, H200)
+        (ahead,) = (s for s in program.steps if isinstance(s, Launch) and s.kernel.source == "fwd_sm90_mask")
+        assert (("v", "v") in ahead.pointers) == (heads > 0)
+        (bitmap,) = (b for b in program.workspace if b.name == "live_tiles")
+        batches = 2 if heads else 1  # the mask of pairs is one for all
+        assert bitmap.shape == (batches * blocks * 2 * words + heads * words,)
+        assert 4 * ahead.grid[0] >= blocks * (batches * blocks + heads)
+
+
+@pytest.mark.parametrize(("cap", "terms"), [(0.0, 0), (8.0, 5), (30.0, 3), (50.0, 3)])
+def test_a_small_cap_needs_a_longer_polynomial(cap: float, terms: int) -> None:
+    (*_, launch) = sm90.forward(long_spec(softcap=cap), H200).steps
+    assert dict(launch.kernel.defines)["CAP_TERMS"] == terms
+    for other in (long_spec(256, softcap=cap), packed_spec(128, softcap=cap)):
+        assert dict(sm90.forward(other, H200).steps[-1].kernel.defines)["CAP_TERMS"] == 0
