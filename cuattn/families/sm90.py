@@ -87,6 +87,8 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
         found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
         found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=1)
+    elif max(d, dv) <= 64 and common.hides_left(spec):  # fewer blocks of a tile are crossed by edges
+        found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=0)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
         found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER, early_exps=early)
     elif max(d, dv) <= 128:

@@ -23,6 +23,7 @@ THREADS = 384
 MUCH_MEMORY = 1 << 30  # bytes of dQ sums that may be mostly padding
 SECTION_BYTES = 40 << 20  # of one L2: units whose key blocks are scheduled together
 SECTION_WAVES = 1.5  # of CTAs at least: the section before is then done
+WAITING_WAVES = 4  # the same where groups of query heads wait for each other's turns: fewer wait at once
 SHARE_BYTES = 1 << 20  # of dQ sums that a CTA of the main kernel makes dQ
 SHARED_MEMORY = 232448  # bytes a block of Hopper may have
 SUM_ROWS = 2048  # divided by v's head dim: rows of a warp's row sums; four warps a CTA
@@ -246,11 +247,12 @@ class Sections:
 def sections_of(
     spec: AttentionSpec, device: Device, query_slots: int, key_slots: int, wants: frozenset[str]
 ) -> Sections:
-    """Sections that fill an L2, and the GPU ``SECTION_WAVES`` times."""
+    """Sections that fill an L2, and the GPU some waves of CTAs."""
     units = spec.heads_kv * (1 if spec.varlen else spec.batch)
     rows = spec.total_q if spec.varlen else spec.seqlen_q
     unit_bytes = spec.group * rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
-    enough = math.ceil(SECTION_WAVES * device.sm_count / max(1, key_slots))
+    waves = WAITING_WAVES if spec.deterministic and spec.group > 1 else SECTION_WAVES
+    enough = math.ceil(waves * device.sm_count / max(1, key_slots))
     together = min(units, max(1, enough, SECTION_BYTES // max(1, unit_bytes)))
     together = -(-units // -(-units // together))  # sections alike
     tile = tile_of(spec)
