@@ -28,7 +28,7 @@
 #include "philox.cuh"
 
 // Positions are compared only where weights are computed again. (Where V rows that nobody sees are looked for: before.)
-#define MASK_AGAIN (LOOP_MASKS && !SCATTERED)
+#define MASK_AGAIN ((LOOP_MASKS || ROTATE) && !SCATTERED)
 
 #define FAR 16384.f  // a thread's weights of a block sum up to no more than this; within float16, too
 
@@ -795,7 +795,7 @@ struct Consumer {
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
     issue_both(i, index % Q_BUFFERS);
-    await_s(i, tile, tile.first - b);
+    await_s(i, tile, tile.block(b));
     release_q(b == tile.blocks() - 1);
     if (SKIPPING && LOOP_MASKS) masked = crossed(block);
     transform(i, block, !MASK_AGAIN && masked);
@@ -824,7 +824,7 @@ struct Consumer {
     touch(s);
     wgmma_fence();
     issue_qk(i, q % Q_BUFFERS);
-    find_block(t, i, t.first);
+    find_block(t, i, t.block(0));
     load_operands(t, block);
   }
   __device__ __forceinline__ void open(const Tile& t) {
@@ -878,6 +878,10 @@ struct Consumer {
     if (HAS_LEFT) low = tile.first + 1 - (max(0, top + height() - (int)p.window_left) + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
     for (int b = 1; b < blocks; b++) step(b, b < clean || b >= low);
+#elif ROTATE
+    const bool uneven = p.seqlen_kv % BLOCK_N != 0;
+#pragma unroll 1
+    for (int b = 1; b < blocks; b++) step(b, uneven && tile.block(b) == tile.first);
 #else
 #pragma unroll 1
     for (int b = 1; b < blocks; b++) step(b, false);
@@ -891,7 +895,7 @@ struct Consumer {
     issue_both(i, (index + 1) % Q_BUFFERS);
     const Tile next = read_tile(index + 1);
     end_rows();
-    await_s(i, next, next.first);
+    await_s(i, next, next.block(0));
     enter(next);
     transform(i, block, first_masked(), true);
     refer(first_masked(), true);

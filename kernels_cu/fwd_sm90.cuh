@@ -8,6 +8,10 @@
 // Key blocks in which mask and segments leave nothing are left out, by fwd_sm90_mask.cu's bitmap.
 #define SKIPPING (MASK || SEGMENTS)
 
+// ALIBI without a window: a tile's key blocks are walked from the diagonal down, then from the last one down to it. From
+// the last one on scores would rise as the penalty falls, and outgrow their reference again and again.
+#define ROTATE (ALIBI && !HAS_LEFT && !HAS_RIGHT && !VARIABLE && !SCATTERED && !SPLIT)
+
 #define NUM_WG (BLOCK_M / 64)
 #define NUM_THREADS (128 * (NUM_WG + 1))
 #define SLABS ((HEAD_DIM + 63) / 64)
@@ -85,6 +89,12 @@ struct Tile {
   int q_len, kv_len, offset;   // of the entry; row i's diagonal is key i + offset
   int part;                    // SPLIT: which of the parts that the key blocks are cut into
   __device__ __forceinline__ int blocks() const { return SKIPPING ? live : first - last + 1; }
+  // The key block visited as number b, without SKIPPING.
+  __device__ __forceinline__ int block(int b) const {
+    if (!ROTATE) return first - b;
+    const int start = max(last, min(first, (m * BLOCK_M + BLOCK_M / 2 + offset) / BLOCK_N)), n = start - b;
+    return n < last ? n + blocks() : n;
+  }
   // keys that the tile's rows can see: [low_key, high_key)
   __device__ __forceinline__ int high_key(const Params& p) const {
     int rows = min((m + 1) * TILE_ROWS, q_len);
@@ -337,7 +347,7 @@ struct Producer {
   }
   // K(0) of the next tile, or, after the last tile, the arrival that ends the consumers' last poll.
   __device__ __forceinline__ void begin(int count, bool any, const Tile& tile) {
-    if (any) return load_k(count, tile, tile.first);
+    if (any) return load_k(count, tile, tile.block(0));
     mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
     mbarrier_arrive(sh.k_full + 8 * (count % STAGES));
   }
@@ -355,14 +365,14 @@ struct Producer {
     if (SCHEDULE == 1) dependency_wait();  // for the zeroed counter
     while (any) {
       const int blocks = tile.blocks();
-      int n = tile.first;
+      int n = tile.block(0);
       bool more = false;
       if (blocks <= LOOKAHEAD + 1) scheduler.request(p);
       if (blocks <= LOOKAHEAD) more = scheduler.fetch(p, following);
 #pragma unroll 1
       for (int b = 1; b < blocks; b++) {
         const int above = n;
-        n = block_below(p, tile, n);
+        n = ROTATE ? tile.block(b) : block_below(p, tile, n);
         load_k(count + b, tile, n);
         load_v(count + b - 1, tile, above);
         if (b == blocks - LOOKAHEAD - 1) scheduler.request(p);

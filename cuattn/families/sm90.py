@@ -167,9 +167,13 @@ def _pairs(spec: AttentionSpec) -> bool:
 
 
 def _cap_terms(spec: AttentionSpec) -> int:
-    """Terms of softcap's polynomial; a small cap's scores come closer to it and need a wider range."""
-    measured = max(_rounded(spec.head_dim), _rounded(spec.head_dim_v)) in (64, 128) and not spec.variable
-    return 0 if spec.softcap == 0 or not measured else 3 if spec.softcap >= WIDE_CAP else 5
+    """Terms of softcap's polynomial; a small cap's scores come closer to it and need a wider range.
+
+    None with wide heads, whose products take longer than tanh, nor where lengths vary: which way a warp goes
+    depends on all of its rows, and those beyond a length may be anything.
+    """
+    unfit = max(spec.head_dim, spec.head_dim_v) > 128 or spec.variable
+    return 0 if spec.softcap == 0 or unfit else 3 if spec.softcap >= WIDE_CAP else 5
 
 
 def _bias_of_keys(spec: AttentionSpec) -> bool:
