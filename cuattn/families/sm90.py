@@ -56,18 +56,20 @@ class Tile:
         return 2 * self.block_m + 128
 
 
-def _rounded(head_dim: int) -> int:
+def rounded(head_dim: int) -> int:
+    """The head dim that a kernel is compiled for."""
     return next(d for d in (64, 96, 128, 192, 256) if head_dim <= d)
 
 
-def _tiles(spec: AttentionSpec, block_m: int) -> int:
+def tile_count(spec: AttentionSpec, block_m: int) -> int:
+    """Tiles of ``block_m`` rows of all heads."""
     return -(-spec.seqlen_q // block_m) * spec.heads_q * spec.batch
 
 
 def _few_rows(spec: AttentionSpec, device: Device) -> bool:
     """Whether 128 rows a tile leave SMs idle, or most of a tile's rows empty; then 64 are better."""
     uneven = common.hides_right(spec) and spec.seqlen_q > 128  # the longest tile then decides
-    return spec.seqlen_q <= 64 or _tiles(spec, 128) <= device.sm_count // (1 if uneven else 2)
+    return spec.seqlen_q <= 64 or tile_count(spec, 128) <= device.sm_count // (1 if uneven else 2)
 
 
 def tile(spec: AttentionSpec, device: Device) -> Tile:
@@ -75,13 +77,13 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
 
     What is not forced by them was measured; see docs/performance/hopper_forward.md.
     """
-    d, dv = _rounded(spec.head_dim), _rounded(spec.head_dim_v)
+    d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v)
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
     early = {64: 0, 96: 2}.get(max(d, dv), 3)  # exponentials that P V, longer with wide heads, hides
     if _cap_terms(spec) == 3:
         early = 1
-    if _featured(spec):
+    if featured(spec):
         found = _featured_tile(spec, d, dv, 64 if few else 128)
     elif max(d, dv) <= 128 and few:
         found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
@@ -99,7 +101,7 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
         found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1)
     else:  # O alone takes 128 registers
         found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2)
-    if equal or _tiles(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
+    if equal or tile_count(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
     return found
 
@@ -129,7 +131,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"TMA needs head dims that are multiples of 8, got {spec.head_dim} and {spec.head_dim_v}"
     if spec.head_dim > 256 or spec.head_dim_v > 256:
         return "takes head dims up to 256"
-    if _featured(spec) and max(spec.head_dim, spec.head_dim_v) > 128:
+    if featured(spec) and max(spec.head_dim, spec.head_dim_v) > 128:
         return "takes bias, mask, segments and dropout with head dims up to 128"
     for name in ("q", "k", "v"):
         reason = _unaligned(name, getattr(spec, name))
@@ -152,7 +154,7 @@ def _unaligned(name: str, operand: Operand) -> str | None:
     return None
 
 
-def _featured(spec: AttentionSpec) -> bool:
+def featured(spec: AttentionSpec) -> bool:
     """Whether scores need operands of their own, or weights random numbers."""
     return spec.bias is not None or spec.mask is not None or spec.segments or spec.dropout_p > 0
 
@@ -206,7 +208,7 @@ def _bias_map(spec: AttentionSpec, t: Tile) -> TensorMap:
     )
 
 
-def _visible(spec: AttentionSpec) -> tuple[int, int]:
+def visible_keys(spec: AttentionSpec) -> tuple[int, int]:
     """Keys [low, high) outside of which no query sees any; the K and V maps hold only these."""
     if spec.variable:
         return 0, spec.k.shape[2]
@@ -239,7 +241,8 @@ def tensor_map(
     )
 
 
-def _out_map(spec: AttentionSpec) -> TensorMap:
+def out_map(spec: AttentionSpec) -> TensorMap:
+    """Map of out, boxes of 16 rows and 64 columns."""
     stride_b, stride_h, stride_s = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     rows = spec.total_q if spec.varlen else spec.seqlen_q
     extents = (
@@ -257,7 +260,8 @@ def _out_map(spec: AttentionSpec) -> TensorMap:
     )
 
 
-def _defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
+def kernel_defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str], ...]:
+    """The macros of ``fwd_sm90.cu``."""
     found = {name: value for name, value in common.defines(spec).items() if name != "ANY_SCALE"}
     found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong}
@@ -280,12 +284,12 @@ def _loop_masks(spec: AttentionSpec, t: Tile) -> bool:
     return spec.variable or t.block_n % t.block_m != 0 or not aligned
 
 
-def _words(spec: AttentionSpec, t: Tile, tiles: int) -> dict[str, int | float]:
+def parameter_words(spec: AttentionSpec, t: Tile, tiles: int) -> dict[str, int | float]:
     """Parameter words; windows are cut so that sums of two rows, an offset and a window stay in 32 bits."""
     return common.words(spec) | {
         "window_left": min(spec.window_left, ROWS_LIMIT), "window_right": min(spec.window_right, ROWS_LIMIT),
         "aux0": -(-spec.seqlen_q // t.block_m), "aux1": common.section(spec, 2), "aux2": tiles,
-        "aux3": _visible(spec)[0],
+        "aux3": visible_keys(spec)[0],
     }  # fmt: skip
 
 
@@ -307,10 +311,10 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
     """The forward program of a spec that ``refuses`` does not refuse; ``t`` overrides the tile."""
     t = t or tile(spec, device)
     assert t.shared_memory <= SHARED_MEMORY, t
-    tiles = _tiles(spec, t.block_m)
-    rows = _visible(spec)
+    tiles = tile_count(spec, t.block_m)
+    rows = visible_keys(spec)
     inputs = common.operands(spec)
-    words = _words(spec, t, tiles)
+    words = parameter_words(spec, t, tiles)
     ahead = mask_pass(spec, t.block_m, t.block_n)
     words |= ahead.words or {}
     counted = t.schedule == COUNTER or spec.varlen
@@ -319,7 +323,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
         own.append(Buffer("scratch", (2 * spec.batch + 1,), "int32"))
     names = ("out", "lse", *inputs[3:], *(b.name for b in own))
     launch = Launch(
-        kernel=Kernel("fwd_sm90", "fwd_sm90", _defines(spec, t)),
+        kernel=Kernel("fwd_sm90", "fwd_sm90", kernel_defines(spec, t)),
         grid=(min(tiles, device.sm_count), 1, 1),
         block=t.threads,
         shared_memory=t.shared_memory,
@@ -329,7 +333,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
             tensor_map("q", spec.q, (0, spec.q.shape[2]), t.block_m),
             tensor_map("k", spec.k, rows, t.block_n),
             tensor_map("v", spec.v, rows, t.block_n),
-            _out_map(spec),
+            out_map(spec),
             *((_bias_map(spec, t),) if t.bias_tiles else ()),
         ),
         dependent=counted,

@@ -45,7 +45,7 @@ class Cut:
 
 def _tile(spec: AttentionSpec, block_m: int) -> sm90.Tile:
     """What fits beside one Q; a third stage at 128 head dims made nothing faster."""
-    d, dv = sm90._rounded(spec.head_dim), sm90._rounded(spec.head_dim_v)
+    d, dv = sm90.rounded(spec.head_dim), sm90.rounded(spec.head_dim_v)
     if max(d, dv) <= 128:
         return sm90.Tile(d, dv, block_m, 128, 4 if max(d, dv) <= 64 else 2, 1, 0, sm90.STRIDE, early_exps=4)
     if dv <= 128 and d <= 192:
@@ -95,10 +95,10 @@ def estimate(spec: AttentionSpec, device: Device, c: Cut) -> float:
 def plain_estimate(spec: AttentionSpec, device: Device) -> float:
     """The same without packed heads and parts: ``sm90``'s, whose many unequal tiles are dealt out evenly."""
     t = sm90.tile(spec, device)
-    waves: float = -(-sm90._tiles(spec, t.block_m) // device.sm_count)
+    waves: float = -(-sm90.tile_count(spec, t.block_m) // device.sm_count)
     if common.hides_right(spec) and waves > 1:
         visible = 1 - min(spec.seqlen_q, spec.seqlen_kv) / (2 * spec.seqlen_kv)
-        waves = max(1.0, sm90._tiles(spec, t.block_m) * visible / device.sm_count)
+        waves = max(1.0, sm90.tile_count(spec, t.block_m) * visible / device.sm_count)
     return _microseconds(spec, t, waves, -(-spec.seqlen_kv // t.block_n))
 
 
@@ -107,7 +107,7 @@ def cannot(spec: AttentionSpec, device: Device) -> str | None:
     reason = sm90.refuses(spec, device)
     if reason is not None:
         return reason
-    if spec.varlen or sm90._featured(spec):
+    if spec.varlen or sm90.featured(spec):
         return "takes no packed sequences, bias, mask, segments or dropout"
     return None
 
@@ -128,7 +128,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 def _defines(spec: AttentionSpec, t: sm90.Tile) -> tuple[tuple[str, int | str], ...]:
     masks = int(common.hides_right(spec) or common.hides_left(spec))
-    found = dict(sm90._defines(spec, t)) | {"SPLIT": 1, "LPT": 0, "LOOP_MASKS": masks}
+    found = dict(sm90.kernel_defines(spec, t)) | {"SPLIT": 1, "LPT": 0, "LOOP_MASKS": masks}
     return tuple(found.items())
 
 
@@ -151,9 +151,9 @@ def forward(spec: AttentionSpec, device: Device, c: Cut | None = None) -> Progra
     c = c or cut(spec, device)
     t, tiles = c.tile, c.tiles(spec)
     assert t.shared_memory <= sm90.SHARED_MEMORY, t
-    rows = sm90._visible(spec)
+    rows = sm90.visible_keys(spec)
     inputs = common.operands(spec)
-    words = sm90._words(spec, t, tiles) | {
+    words = sm90.parameter_words(spec, t, tiles) | {
         "aux0": c.blocks, "aux4": c.parts, "aux5": c.rows.bit_length() - 1, "aux6": c.heads,
     }  # fmt: skip
     scratch = Buffer(
@@ -170,7 +170,7 @@ def forward(spec: AttentionSpec, device: Device, c: Cut | None = None) -> Progra
             sm90.tensor_map("q", spec.q, (0, spec.q.shape[2]), c.rows, c.heads),
             sm90.tensor_map("k", spec.k, rows, t.block_n),
             sm90.tensor_map("v", spec.v, rows, t.block_n),
-            sm90._out_map(spec),
+            sm90.out_map(spec),
         ),
     )
     return Program(
