@@ -95,8 +95,8 @@ def live_share(program: Program, seqlen: int, left: int) -> float:
     return float((high - low).sum()) / (len(first) * -(-seqlen // keys))
 
 
-# Hopper's forward at 64 head dims: without an edge, three warpgroups are a fifth faster a tile than two; a window
-# gains nothing by them (docs/performance/hopper_forward.md).
+# Hopper's forward at 64 head dims: without an edge, three warpgroups are a fifth faster a tile than two;
+# a window gains nothing by them (docs/performance/hopper_forward.md).
 OVER_SHARE = {("sm90", 64, False): 1.5}
 
 
