@@ -277,7 +277,8 @@ def _mark_forked() -> None:
     call = jax.stages.Compiled.__call__
 
     def refuse_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(f'"cuattn_{platform}"' in (self.as_text() or "") for platform in ("cpu", "cuda")):
+        program = self.as_text() or ""
+        if any(f'"cuattn_{platform}"' in program for platform in ("cpu", "cuda")):
             raise RuntimeError(FORKED)
         return call(self, *args, **kwargs)
 

@@ -118,8 +118,6 @@ __device__ __forceinline__ void dependency_wait() { asm volatile("griddepcontrol
 __device__ __forceinline__ void dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------- TMA
-#define L2_EVICT_FIRST 0x12F0000000000000ull
-#define L2_EVICT_LAST 0x14F0000000000000ull
 __device__ __forceinline__ void tma_prefetch(const TMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -129,13 +127,6 @@ __device__ __forceinline__ void tma_load(u32 dst, const TMap* map, int c0, int c
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
           dst),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load_hint(u32 dst, const TMap* map, int c0, int c1, int c2, int c3, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6], %7;" ::"r"(dst),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar), "l"(policy)
       : "memory");
 }
 // The box back; what lies out of bounds is not written.

@@ -42,9 +42,7 @@ Pointers = tuple[tuple[str, str], ...]
 MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all of them
 MIN_ROWS = 64  # below it copying costs more than finer tiles bring
 KEYS = 64  # of a block: its scores stay in the first-level cache
-LONG_KEYS = (
-    128  # the same for a forward whose blocks, two of keys and two of values, leave the cache to the rows
-)
+LONG_KEYS = 128  # the same for a forward whose two blocks of keys and of values leave the cache to the rows
 TILES_PER_THREAD = 8  # so that the last ones do not keep all waiting
 DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, not packed for a panel
 DECODE_KEYS = 256  # keys of a block where each is read once: long runs through memory

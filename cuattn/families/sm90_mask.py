@@ -44,20 +44,12 @@ def _packed(spec: AttentionSpec, block_m: int, blocks_m: int, blocks_n: int) -> 
     return (spec.batch if by_batch else 1) * per_batch, strides
 
 
-def _wide(spec: AttentionSpec) -> bool:
-    """Whether 16 columns of the mask lie on 16 bytes."""
+def _aligned(spec: AttentionSpec, columns: int) -> bool:
+    """Whether so many columns of the mask, counted from 0, lie on as many aligned bytes."""
     mask = spec.mask
-    if mask is None or mask.strides[3] != 1 or mask.align < 16:
+    if mask is None or mask.strides[3] != 1 or mask.align < columns:
         return False
-    return all(stride % 16 == 0 for stride in mask.strides[:3])
-
-
-def _quads(spec: AttentionSpec) -> bool:
-    """Whether four columns of the mask, counted from 0, are one aligned word."""
-    mask = spec.mask
-    if mask is None or mask.strides[3] != 1 or mask.align < 4 or spec.seqlen_kv % 4:
-        return False
-    return all(stride % 4 == 0 for stride in mask.strides[:3])
+    return all(stride % columns == 0 for stride in mask.strides[:3])
 
 
 def keys_only(spec: AttentionSpec) -> bool:
@@ -86,7 +78,7 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
         pointers.append(("scratch", "mask_bits"))
     defines = (
         ("MASK", int(spec.mask is not None)), ("SEGMENTS", int(spec.segments)),
-        ("BLOCK_M", block_m), ("BLOCK_N", block_n), ("WIDE", int(_wide(spec))),
+        ("BLOCK_M", block_m), ("BLOCK_N", block_n), ("WIDE", int(_aligned(spec, 16))),
         ("HAS_LEFT", int(common.hides_left(spec) and not spec.variable)),
         ("HAS_RIGHT", int(common.hides_right(spec) and not spec.variable)),
         ("DTYPE", common.DTYPE_CODES[spec.dtype]), ("V_CHUNKS", spec.head_dim_v // 8 if scans else 0),
@@ -144,7 +136,7 @@ def backward_mask_pass(spec: AttentionSpec, block_m: int, block_n: int, rows: in
         bits = [("scratch", "mask_bits")]
     names = [n for n in common.operands(spec) if n in ("mask", "q_segment_ids", "kv_segment_ids")]
     names += [n for n in common.operands(spec) if n in ("q_seqlens", "kv_seqlens", "q_offset")]
-    quads = int(_quads(spec) and not common.hides_left(spec))
+    quads = int(_aligned(spec, 4) and spec.seqlen_kv % 4 == 0 and not common.hides_left(spec))
     defines = common.defines(spec)
     chosen = tuple((n, defines[n]) for n in ("HAS_LEFT", "HAS_RIGHT", "VARIABLE", "MASK", "SEGMENTS"))
     chosen += (("BLOCK_M", block_m), ("BLOCK_N", block_n), ("QUADS", quads))
