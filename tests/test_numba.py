@@ -180,6 +180,33 @@ def test_decoding(rows: int, heads: int, dim: int, dtype: Any) -> None:
         np.testing.assert_allclose(got, wanted, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("heads", "vectors"), [(8, 4), (8, 8), (3, 8), (32, 4)])
+def test_decoding_one_row_of_whole_vectors(heads: int, vectors: int, dtype: Any) -> None:
+    """Values beside the next keys' products, wherever rows begin; a NaN stays in its head."""
+    dim = vectors * lanes_of(np.dtype(dtype).name)
+    q, k, v = (draw(i, 3, n, heads, dim, dtype=dtype) for i, n in enumerate((1, 1500, 1500)))
+    k[1, 900, 0], v[1, 901, heads - 1] = np.nan, np.inf
+    lengths, found = [1500, 1400, 5], []
+    for offset in (0, 16, 8):  # bytes behind a multiple of a vector's
+        room = [np.empty(x.nbytes + 192, np.uint8) for x in (k, v)]
+        starts = [-place.ctypes.data % 64 + offset for place in room]
+        moved = [
+            place[at : at + x.nbytes].view(dtype).reshape(x.shape)
+            for x, place, at in zip((k, v), room, starts, strict=True)
+        ]
+        for x, y in zip(moved, (k, v), strict=True):
+            x[...] = y
+        found.append(cuattn.flash_attention(q, *moved, kv_seqlens=lengths, return_lse=True))
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(x, y)
+    wanted = cuattn.flash_attention(q, k, v, kv_seqlens=lengths, return_lse=True, backend="reference")
+    bound = 2e-6 if dtype is np.float32 else 4e-15
+    for x, y in zip(found[0], wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=bound, atol=bound)
+
+
 def test_layouts_and_strides_change_no_bit() -> None:
     """A strided view is read in place, to the same bits as its copy."""
     wide = draw(0, 2, 70, 4, 3, 64)

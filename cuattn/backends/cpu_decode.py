@@ -18,6 +18,7 @@ import numpy as np
 from .cpu_layout import KIND_REAL, LINE
 from .cpu_native import free, get_i64, malloc
 from .cpu_scores import LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up, visible
+from .cpu_simd import BESIDE
 
 AHEAD = 1024  # bytes from where keys are read to where they are asked for: the hardware does the rest
 
@@ -63,10 +64,38 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
             after = min(max(high + 1 - j0, 0), padded) * heads
             memory.fill(s + after * size, padded * heads - after, hidden)
             simd.row_softmax(s, padded * heads, heads, factor, state)
-            simd.row_values(
-                v, v_step, v_stride, heads, padded, s, dim_v, acc + t * heads * dv * size, dv,
-                state + 2 * lanes * size, AHEAD // size,
+            values = acc + t * heads * dv * size
+            simd.row_scale(values, dv, heads, dv, state + 2 * lanes * size)
+            simd.row_values(v, v_step, v_stride, heads, padded, s, dim_v, values, dv, AHEAD // size)
+
+    @jit
+    def attend_row(keys, count, dim, heads, k, k_step, k_stride, v, v_step, v_stride, q, at):
+        """One query row of neighbouring heads, which sees all of ``count`` keys, ``keys`` at a time.
+
+        A block's values are summed beside the products with the next block's keys.
+        """
+        s, sums, factor, state, acc = at
+        k_row, v_row = k_stride * size, v_stride * size
+        line = lanes * size
+        shifted = int(k % line == 16 and v % line == 16)
+        if (k_row | v_row | k_step * size | v_step * size) % line:
+            shifted = 0
+        now, then, padded = s, s + keys * heads * size, min(keys, count)
+        simd.dots(q, dim, k, k_step, k_stride, heads, padded, dim, now, sums, AHEAD // size)
+        while padded > 0:
+            k, count = k + padded * k_row, count - padded
+            more = min(keys, count)
+            simd.row_softmax(now, padded * heads, heads, factor, state)
+            simd.row_scale(acc, dim, heads, dim, state + 2 * lanes * size)
+            simd.dots_beside(
+                q, dim, k, k_step, k_stride, heads, more, dim, then, sums, v, v_step, v_stride, now, acc, dim,
+                AHEAD // size, shifted,
             )  # fmt: skip
+            v, rest = v + more * v_row, padded - more
+            simd.row_values(
+                v, v_step, v_stride, heads, rest, now + more * heads * size, dim, acc, dim, AHEAD // size
+            )
+            v, now, then, padded = v + rest * v_row, then, now, more
 
     @jit
     def load_queries(p, hk, packed, q0, q_len, rows, dp, q):
@@ -122,7 +151,7 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
         dim, dim_v = get_i64(p, P.head_dim), get_i64(p, P.head_dim_v)
         dp, dv = up(dim, padding), up(dim_v, padding)
         rows = get_i64(p, P.heads_q) // heads * length
-        q_size, s_size = up(together * rows * dp * size, LINE), up(keys * together * size, LINE)
+        q_size, s_size = up(together * rows * dp * size, LINE), 2 * up(keys * together * size, LINE)
         k_size, v_size = up(lanes * together * dp * size, LINE), up(lanes * together * dv * size, LINE)
         acc_size = up(together * rows * dv * size, LINE)
         base = malloc(
@@ -150,6 +179,13 @@ def make_decode(real: Any, simd: Any) -> Callable[..., Any]:
         whole = kind == KIND_REAL and dim % lanes == 0 and dim_v % lanes == 0
         j, last = keys_of(p, part, parts, q_len, kv_len, offset)
         entry_, at, dims = (q_len, kv_len, offset), (s, sums, factor, states, acc), (dim, dim_v, dp, dv, rows)
+        if rows == 1 and whole and dim == dim_v and (dim == BESIDE[0] * lanes or dim == BESIDE[1] * lanes):
+            count = max(last - j, 0) // lanes * lanes
+            attend_row(
+                keys, count, dim, together, get_i64(p, P.k) + (k + j * k_stride) * size, k_step, k_stride,
+                get_i64(p, P.v) + (v + j * v_stride) * size, v_step, v_stride, q, at,
+            )  # fmt: skip
+            j += count
         while j < last:
             count = min(keys, last - j)
             k_at, v_at = k + j * k_stride, v + j * v_stride

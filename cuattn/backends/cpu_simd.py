@@ -11,7 +11,8 @@ exp2. A contracted multiply-add is one instruction with FMA and, unlike ``llvm.f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from .cpu_native import (
 )
 
 UNROLL = 4
+BESIDE = (4, 8)  # vectors of a row whose products run beside others
 LN2 = 0.6931471805599453
 SQRT_HALF_BITS, MAGIC_BITS = (int(np.float64(x).view(np.int64)) for x in (0.5**0.5, 1.5 * 2.0**52))
 
@@ -767,33 +769,47 @@ def _make_row_softmax(v: _Vectors) -> Any:
     return row_softmax
 
 
+def _make_row_scale(v: _Vectors) -> Any:
+    @intrinsic
+    def row_scale(ctx: Any, acc: Any, acc_step: Any, heads: Any, dim: Any, factor: Any) -> Any:
+        """acc[head][d] *= factor[head]; ``dim`` is a multiple of the lanes."""
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            acc, factor = v.pointer(b, args[0]), v.pointer(b, args[4])
+            head = _Loop(b, _i64(0), args[2], 1, [acc])
+            times, sums = v.splat(b, b.load(v.at(b, factor, head.i))), head.carried[0]
+
+            def scale(column: Any, vectors: int, _: list[Any]) -> list[Any]:
+                place = v.at(b, sums, column)
+                for i in range(vectors):
+                    v.store(b, b.fmul(v.load(b, place, i * v.lanes), times), place, i * v.lanes)
+                return []
+
+            _columns(v, b, args[3], [], scale)
+            head.close([v.at(b, sums, args[1])])
+            return context.get_dummy_value()
+
+        return _void(5), codegen
+
+    return row_scale
+
+
 def _make_row_values(v: _Vectors) -> Any:
     n = v.lanes
 
     @intrinsic
     def row_values(
         ctx: Any, x: Any, x_step: Any, x_stride: Any, heads: Any, keys: Any, p: Any, dim: Any, acc: Any,
-        acc_step: Any, decay: Any, ahead: Any,
+        acc_step: Any, ahead: Any,
     ) -> Any:  # fmt: skip
-        """acc[head][d] = acc * decay[head] + sum of p[key][head] * x[key][head][d] for one query.
+        """acc[head][d] += sum of p[key][head] * x[key][head][d] for one query.
 
         ``dim`` is a multiple of the lanes; the rest as in ``dots``.
         """
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            x, p, acc, decay = (v.pointer(b, args[i]) for i in (0, 5, 7, 9))
+            x, p, acc = (v.pointer(b, args[i]) for i in (0, 5, 7))
             x_step, x_stride, heads, keys, dim, acc_step = (args[i] for i in (1, 2, 3, 4, 6, 8))
-            head = _Loop(b, _i64(0), heads, 1, [acc])
-            factor, sums = v.splat(b, b.load(v.at(b, decay, head.i))), head.carried[0]
-
-            def scale(column: Any, vectors: int, _: list[Any]) -> list[Any]:
-                place = v.at(b, sums, column)
-                for i in range(vectors):
-                    v.store(b, b.fmul(v.load(b, place, i * n), factor), place, i * n)
-                return []
-
-            _columns(v, b, dim, [], scale)
-            head.close([v.at(b, sums, acc_step)])
             key = _Loop(b, _i64(0), keys, 1, [x, p])
             head = _Loop(b, _i64(0), heads, 1, [key.carried[0], acc, key.carried[1]])
             row, target, weights = head.carried
@@ -802,7 +818,7 @@ def _make_row_values(v: _Vectors) -> Any:
             def add(column: Any, vectors: int, _: list[Any]) -> list[Any]:
                 place, y = v.at(b, target, column), v.at(b, row, column)
                 for i in range(vectors):
-                    v.prefetch(b, v.at(b, y, i * n), args[10], 2)
+                    v.prefetch(b, v.at(b, y, i * n), args[9], 2)
                     total = v.fma(b, weight, v.load(b, y, i * n), v.load(b, place, i * n))
                     v.store(b, total, place, i * n)
                 return []
@@ -812,9 +828,74 @@ def _make_row_values(v: _Vectors) -> Any:
             key.close([v.at(b, key.carried[0], x_stride), done[2]])
             return context.get_dummy_value()
 
-        return _void(11), codegen
+        return _void(10), codegen
 
     return row_values
+
+
+def _make_dots_beside(v: _Vectors) -> Any:
+    n, part = v.lanes, 16 // v.itemsize
+
+    @intrinsic
+    def dots_beside(
+        ctx: Any, q: Any, q_step: Any, k: Any, k_step: Any, k_stride: Any, heads: Any, keys: Any, dim: Any,
+        s: Any, sums: Any, x: Any, x_step: Any, x_stride: Any, p: Any, acc: Any, acc_step: Any, ahead: Any,
+        shifted: Any,
+    ) -> Any:  # fmt: skip
+        """``dots`` of some keys beside ``row_values`` of as many others, so that memory is read all the time.
+
+        dim is one of ``BESIDE`` vectors. ``shifted``: the rows begin 16 bytes behind a multiple of a vector's
+        size, as large arrays of NumPy's do, and aligned loads are put together.
+        """
+
+        def rows(b: Any, y: Any, vectors: int, shifted: bool) -> Iterator[Any]:
+            """The vectors of a row, each loaded when it is asked for."""
+            if shifted:
+                y = v.at(b, y, -part)
+                former = v.load(b, y)
+                joined = ir.Constant(ir.VectorType(I32, n), list(range(part, part + n)))
+                for i in range(vectors):
+                    current = v.load(b, y, (i + 1) * n)
+                    yield b.shuffle_vector(former, current, joined)
+                    former = current
+            else:
+                yield from (v.load(b, y, i * n) for i in range(vectors))
+
+        def block(b: Any, args: Any, vectors: int, shifted: bool) -> None:
+            q, k, s, sums, x, p, acc = (v.pointer(b, args[i]) for i in (0, 2, 8, 9, 10, 13, 14))
+            q_step, k_step, k_stride, heads, keys = (args[i] for i in (1, 3, 4, 5, 6))
+            x_step, x_stride, acc_step, ahead = (args[i] for i in (11, 12, 15, 16))
+            outer = _Loop(b, _i64(0), b.mul(keys, heads), n, [k, x, p])
+            row = _Loop(b, _i64(0), b.udiv(_i64(n), heads), 1, [*outer.carried, sums])
+            head = _Loop(b, _i64(0), heads, 1, [*row.carried, q, acc])
+            key, value, weights, target, query, place = head.carried
+            weight, total = v.splat(b, b.load(weights)), v.zero
+            pairs = zip(*(rows(b, x, vectors, shifted) for x in (key, value)), strict=True)
+            for i, (y, z) in enumerate(pairs):
+                for pointer in (key, value):
+                    v.prefetch(b, v.at(b, pointer, i * n), ahead, 2)
+                total = v.fma(b, y, v.load(b, query, i * n), total)
+                v.store(b, v.fma(b, weight, z, v.load(b, place, i * n)), place, i * n)
+            v.store(b, total, target)
+            steps = (k_step, x_step, 1, n, q_step, acc_step)
+            done = head.close([v.at(b, at, step) for at, step in zip(head.carried, steps, strict=True)])
+            places = [v.at(b, at, step) for at, step in zip(row.carried, (k_stride, x_stride), strict=False)]
+            done = row.close([*places, done[2], done[3]])
+            v.store(b, v.row_sums(b, [v.load(b, sums, i * n) for i in range(n)]), s, outer.i)
+            outer.close(done[:3])
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            for vectors, shifted in itertools.product(BESIDE, (False, True)):
+                this = [
+                    b.icmp_signed("==", args[i], _i64(x)) for i, x in ((7, vectors * n), (17, int(shifted)))
+                ]
+                with b.if_then(b.and_(*this)):
+                    block(b, args, vectors, shifted)
+            return context.get_dummy_value()
+
+        return _void(18), codegen
+
+    return dots_beside
 
 
 def make(real: str, isa: Isa, fetches: bool = True) -> Any:
@@ -833,6 +914,7 @@ def make(real: str, isa: Isa, fetches: bool = True) -> Any:
         weights=_make_weights(v, isa, False), score_gradient=_make_weights(v, isa, True),
         transpose=_make_transpose(v), tanh=_make_tanh(v),
         dots=_make_dots(v), row_softmax=_make_row_softmax(v), row_values=_make_row_values(v),
+        row_scale=_make_row_scale(v), dots_beside=_make_dots_beside(v),
         get=get_f64 if double else get_f32, put=put_f64 if double else put_f32,
         get_int=get_i64 if double else get_i32, put_int=put_i64 if double else put_i32,
     )  # fmt: skip
