@@ -336,7 +336,8 @@ def test_a_cta_waits_for_earlier_ones_alone(
 
 
 @pytest.mark.parametrize(
-    ("shape", "sections"), [((16, 16, 1024), 7), ((1, 16, 16384), 8), ((1, 2, 1024), 1), ((1, 1, 65536), 1)]
+    ("shape", "sections"),
+    [((16, 16, 1024), 8), ((4, 16, 4096), 8), ((1, 16, 16384), 8), ((1, 2, 1024), 1), ((1, 1, 65536), 1)],
 )
 def test_sections_fill_the_gpu(shape: tuple[int, int, int], sections: int) -> None:
     batch, heads, length = shape
@@ -345,6 +346,7 @@ def test_sections_fill_the_gpu(shape: tuple[int, int, int], sections: int) -> No
     words = family._words(spec, H200, family.tile_of(spec), spec.q, ALL)
     found = family.sections_of(spec, H200, int(words["aux1"]), int(words["aux2"]), ALL)
     assert found.count == sections
+    assert found.count * found.together == found.units  # no short section at the end
     leaves = length == 1024  # all of dQ to the kernel after
     assert (found.shares == 0) == (sections == 1 or leaves)
     assert found.left == (found.units if leaves else found.units - (sections - 1) * found.together)

@@ -253,8 +253,10 @@ def sections_of(
     unit_bytes = spec.group * rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim)
     waves = WAITING_WAVES if spec.deterministic and spec.group > 1 else SECTION_WAVES
     enough = math.ceil(waves * device.sm_count / max(1, key_slots))
-    together = min(units, max(1, enough, SECTION_BYTES // max(1, unit_bytes)))
-    together = -(-units // -(-units // together))  # sections alike
+    most = min(units, max(1, enough, SECTION_BYTES // max(1, unit_bytes)))
+    least = max(-(-most // 2), min(most, enough))
+    # A short last section would wait for its longest CTAs on an empty GPU.
+    together = min(range(most, least - 1, -1), key=lambda size: -units % size)
     tile = tile_of(spec)
     share_slots = SHARE_BYTES // (4 * tile.block_m * tile.head_dim)
     shares = -(-together * spec.group * query_slots // share_slots)
