@@ -13,6 +13,7 @@
 //   SCHEDULE   0: tile = block index + i * grid; 1: handed out by an atomic counter
 //   LPT        1: heaviest tiles (last rows) first, inside sections of aux1 heads whose keys and values fit in L2
 //   LOOP_MASKS 0: only the first block of a tile is ever crossed by a mask's edge
+//   MASK_FIRST 1: where an edge crosses a later one, positions are compared before weights are made; 0: they are made again then
 //   SPLIT      1: few rows against many keys. A tile's rows are those of aux6 query heads of a group, 2^aux5 of each, and its
 //              key blocks are cut into aux4 parts, a tile each; fwd_merge.cu makes out and lse of what they leave in scratch
 //   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
@@ -28,7 +29,7 @@
 #include "philox.cuh"
 
 // Positions are compared only where weights are computed again. (Where V rows that nobody sees are looked for: before.)
-#define MASK_AGAIN ((LOOP_MASKS || ROTATE) && !SCATTERED)
+#define MASK_AGAIN ((LOOP_MASKS || ROTATE) && !SCATTERED && !MASK_FIRST)
 
 #define FAR 16384.f  // a thread's weights of a block sum up to no more than this; within float16, too
 
@@ -82,6 +83,8 @@ struct Consumer {
   float max0, max1, sum0, sum1, sub0, sub1, shrink0, shrink1, inverse0, inverse1, lse0, lse1;
   Tile tile;
   int count, index;   // key blocks before this tile; tiles before it
+  int ends;           // NARROW: unseen_ends of the tile that was awaited last
+  bool trail;         // NARROW: after the tile's key blocks comes one that the warpgroup leaves out
   float slope0, slope1, shift0, shift1;  // ALIBI: of the rows' heads, over unit; what the thread's scores still lack
   int block;          // SKIPPING: the key block of s
   bool whole;         // SKIPPING: mask and segments hide nothing of it
@@ -118,6 +121,18 @@ struct Consumer {
       bulk_wait_read<0>();
       mbarrier_arrive(sh.q_empty + 8 * (i % Q_BUFFERS));
     }
+  }
+
+  // NARROW: of a key block of which the warpgroup's rows see nothing.
+  __device__ __forceinline__ void skip_k(int i) {
+    turn_begin();
+    turn_end();
+    wait_k(i);
+    release_k(i);
+  }
+  __device__ __forceinline__ void skip_v(int i) {
+    wait_v(i);
+    release_v(i);
   }
 
   __device__ __forceinline__ void turn_begin() {
@@ -567,7 +582,9 @@ struct Consumer {
   __device__ __forceinline__ bool await_tile(int i) {
     const int buffer = i % Q_BUFFERS;
     mbarrier_wait(sh.q_full + 8 * buffer, (i / Q_BUFFERS) & 1);
-    return __all_sync(~0u, (int)shared_load(sh.slot + SLOT_BYTES * buffer) >= 0);
+    const int word = (int)shared_load(sh.slot + SLOT_BYTES * buffer);
+    if (NARROW) ends = uniform(word) >> (M_BITS + 2 * wg) & 3;
+    return __all_sync(~0u, word >= 0);
   }
   // What was said of tile number i, which has come; everything into uniform registers.
   __device__ __forceinline__ Tile read_tile(int i) {
@@ -575,9 +592,10 @@ struct Consumer {
     Tile t;
     u32 a, b, c, d;
     shared_load_v4(slot, a, b, c, d);
-    t.m = uniform(a), t.head = uniform(b), t.batch = uniform(c), t.q_start = VARLEN ? uniform(d) : 0;
+    t.m = uniform(NARROW ? a & ((1 << M_BITS) - 1) : a), t.head = uniform(b), t.batch = uniform(c), t.q_start = VARLEN ? uniform(d) : 0;
     shared_load_v4(slot + 16, a, b, c, d);
     t.first = uniform(a), t.last = uniform(b), t.live = SKIPPING ? uniform(c) : 0, t.part = SPLIT ? uniform(d) : 0;
+    if (NARROW) t.first -= ends & 1, t.last += ends >> 1;
 #if VARIABLE
     shared_load_v4(slot + 32, a, b, c, d);
     t.q_len = uniform(a), t.kv_len = uniform(b), t.offset = uniform(c);
@@ -772,16 +790,16 @@ struct Consumer {
     harmless = word & 2 || (whole && t.high_key(p) >= end && t.low_key(p) <= block * BLOCK_N);
 #endif
   }
-  // S of block `s_block` from Q buffer `buffer` beside P V of the block before it.
-  __device__ __forceinline__ void issue_both(int s_block, int buffer) {
+  // S of block `s_block` from Q buffer `buffer` beside P V of block `v_block`, the one before it that the warpgroup sees.
+  __device__ __forceinline__ void issue_both(int s_block, int v_block, int buffer) {
     turn_begin();
     touch(s);
     touch(o);
     wgmma_fence();
     issue_qk(s_block, buffer);
-    wait_v(s_block - 1);
+    wait_v(v_block);
     wgmma_fence();  // else ptxas injects it (C7519)
-    issue_pv(s_block - 1);
+    issue_pv(v_block);
     turn_end();
   }
   // Until S, of tile t's block, is complete.
@@ -794,7 +812,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
-    issue_both(i, index % Q_BUFFERS);
+    issue_both(i, i - 1, index % Q_BUFFERS);
     await_s(i, tile, tile.block(b));
     release_q(b == tile.blocks() - 1);
     if (SKIPPING && LOOP_MASKS) masked = crossed(block);
@@ -889,10 +907,14 @@ struct Consumer {
   }
   // From this tile to the next: the next one's first S beside the last P V of this one.
   __device__ __forceinline__ void cross() {
-    const int i = count + tile.blocks();
+    const int end = count + tile.blocks();
+    const bool skipped = trail, skipping = NARROW && (ends & 1);
+    const int i = end + skipped + skipping;
     const Tile old = tile;
+    if (skipping) skip_k(i - 1);
+    if (NARROW) wait_k(i);
     clean_low_end();
-    issue_both(i, (index + 1) % Q_BUFFERS);
+    issue_both(i, end - 1, (index + 1) % Q_BUFFERS);
     const Tile next = read_tile(index + 1);
     end_rows();
     await_s(i, next, next.block(0));
@@ -905,9 +927,12 @@ struct Consumer {
     wgmma_wait<0>();
     touch(o);
     weigh_first();
-    release_v(i - 1);
+    release_v(end - 1);
     drop(block);
     leave(old, index);
+    if (skipped) skip_v(end);
+    if (skipping) skip_v(i - 1);
+    trail = NARROW && ends >> 1;
     wait_k(i + 1);
     clear();
     index++;
@@ -922,12 +947,16 @@ struct Consumer {
 #endif
     if (!await_tile(0)) return;
     const Tile first = read_tile(0);
-    open_product(first, 0, 0);
+    trail = NARROW && ends >> 1;
+    if (NARROW && (ends & 1)) skip_k(count++);
+    open_product(first, count, 0);
     open(first);
+    if (count) skip_v(0);
 #pragma unroll 1
     for (;;) {
       walk();
       if (STAGED) {
+        if (trail) skip_k(count + tile.blocks());
         release_out(index - 1);  // NOTE: before any wait for what the producer brings behind the Q that goes there
         if (!await_tile(index + 1)) break;
         cross();

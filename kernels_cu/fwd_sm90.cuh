@@ -12,6 +12,9 @@
 // the last one on scores would rise as the penalty falls, and outgrow their reference again and again.
 #define ROTATE (ALIBI && !HAS_LEFT && !HAS_RIGHT && !VARIABLE && !SCATTERED && !SPLIT)
 
+// Each warpgroup walks over the key blocks that its own rows can see: of a tile's first and last one some see nothing.
+#define NARROW ((HAS_LEFT || HAS_RIGHT) && BLOCK_M > BLOCK_N && STAGED && !SCATTERED && !SPLIT)
+
 #define NUM_WG (BLOCK_M / 64)
 #define NUM_THREADS (128 * (NUM_WG + 1))
 #define SLABS ((HEAD_DIM + 63) / 64)
@@ -22,6 +25,7 @@
 #define Q_BYTES (BLOCK_M * 128 * (STAGED && SLABS_V > SLABS ? SLABS_V : SLABS))
 #define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
 #define SLOT_BYTES 48
+#define M_BITS 24  // NARROW: behind a slot's query block come two bits for each warpgroup, see unseen_ends
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
 #define STAGED (Q_BUFFERS > 1)
 #define LISTED 32  // VARLEN: up to so many sequences are listed by each block itself, which need not wait for the pass ahead then
@@ -38,6 +42,7 @@
 
 static_assert(Q_BUFFERS == 1 || Q_BUFFERS == 3, "the last output may still be leaving when the next Q comes");
 static_assert(!SPLIT || !(STAGED || VARLEN || SCATTERED || DROPOUT || LPT), "parts leave from the registers; rows of one head each");
+static_assert(!NARROW || (NUM_WG == 3 && BLOCK_N >= 128), "at most one block less at each end; bits of an int");
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -104,6 +109,15 @@ struct Tile {
     return HAS_LEFT ? max(0, m * TILE_ROWS + offset - (int)p.window_left) : 0;
   }
 };
+
+// NARROW: bits 0 and 1: the warpgroup's rows see nothing of the tile's first key block, of its last one.
+__device__ __forceinline__ int unseen_ends(const Params& p, const Tile& tile, int wg) {
+  const int row = tile.m * BLOCK_M + 64 * wg, rows = min(row + 64, tile.q_len);
+  const int high = HAS_RIGHT ? min(tile.kv_len, rows + tile.offset + (int)p.window_right) : tile.kv_len;
+  const int low = HAS_LEFT ? max(0, row + tile.offset - (int)p.window_left) : 0;
+  if (tile.first == EMPTY_BLOCK || rows <= row || high <= low) return 0;
+  return (high <= tile.first * BLOCK_N ? 1 : 0) + (low >= (tile.last + 1) * BLOCK_N ? 2 : 0);
+}
 
 __device__ __forceinline__ void read_entry(const Params& p, Tile& tile) {
   tile.q_len = (int)p.seqlen_q;
@@ -333,7 +347,10 @@ struct Producer {
     const int buffer = i % Q_BUFFERS;
     const u32 slot = sh.slot + SLOT_BYTES * buffer, full = sh.q_full + 8 * buffer;
     mbarrier_wait(sh.q_empty + 8 * buffer, ((i / Q_BUFFERS) & 1) ^ 1);
-    shared_store_v4(slot, any ? tile.m : -1, tile.head, tile.batch, tile.q_start);
+    int m = tile.m;
+#pragma unroll
+    for (int wg = 0; NARROW && wg < NUM_WG; wg++) m |= unseen_ends(p, tile, wg) << (M_BITS + 2 * wg);
+    shared_store_v4(slot, any ? m : -1, tile.head, tile.batch, tile.q_start);
     shared_store_v4(slot + 16, tile.first, tile.last, tile.live, SPLIT ? tile.part : 0);
 #if VARIABLE
     shared_store_v4(slot + 32, tile.q_len, tile.kv_len, tile.offset, 0);

@@ -23,6 +23,7 @@ ROWS_LIMIT = 1 << 29  # rows and offsets beyond this would overflow 32-bit coord
 STRIDE, COUNTER = 0, 1  # SCHEDULE in fwd_sm90.cu
 WIDE_CAP = 30.0  # softcaps from here on: nearly all scores lie within 0.85 of the cap
 SHORT_CAUSAL = 1536  # keys; smaller tiles won at 1k and lost at 2k
+LONG_CAUSAL = 4096  # keys; a third stage wins up to here and loses from 8k on
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Tile:
     schedule: int
     early_exps: int = 0
     bias_tiles: int = 0
+    mask_first: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -89,10 +91,9 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
         found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
         found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=1)
-    elif max(d, dv) <= 64 and common.hides_left(spec):  # fewer blocks of a tile are crossed by edges
-        found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=0)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
-        found = Tile(d, dv, 192, 128, 3 if equal else 2, 3, 1, COUNTER, early_exps=early)
+        long = common.hides_right(spec) and not common.hides_left(spec) and spec.seqlen_kv > LONG_CAUSAL
+        found = Tile(d, dv, 192, 128, 2 if long else 3, 3, 1, COUNTER, early_exps=early)
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
@@ -101,6 +102,7 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
         found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1)
     else:  # O alone takes 128 registers
         found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2)
+    found = replace(found, mask_first=int(common.hides_left(spec) or 64 < max(d, dv) <= 128))
     if equal or tile_count(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
     return found
@@ -266,7 +268,7 @@ def kernel_defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str],
     found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
-    found |= {"EARLY_EXPS": t.early_exps}
+    found |= {"EARLY_EXPS": t.early_exps, "MASK_FIRST": t.mask_first}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
     found |= {"SPLIT": 0}
     found |= {"KEYS_ONLY": int(keys_only(spec)), "BIAS_OF_KEYS": int(_bias_of_keys(spec))}
