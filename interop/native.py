@@ -116,6 +116,17 @@ def atomic_load(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+@intrinsic
+def atomic_swap(typingctx: Any, address: Any, wanted: Any, value: Any) -> Any:
+    """Replace a 64-bit word if it is the wanted one; its former value comes back."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "seq_cst"), 0)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
 def _libc(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     kind = ir.FunctionType(result, [a.type for a in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
 
+from .cpu_team import PLACES, PLACES_SYMBOL
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -251,6 +253,7 @@ def _symbol(name: str) -> str:
 
 
 def _load(name: str, code: bytes) -> int:
+    llvm.add_symbol(PLACES_SYMBOL, PLACES.ctypes.data)
     empty = llvm.parse_assembly(f'target triple = "{llvm.get_default_triple()}"')
     engine = llvm.create_mcjit_compiler(empty, _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))

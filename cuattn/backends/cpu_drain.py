@@ -4,7 +4,7 @@
 # (Numba types what it compiles.)
 from __future__ import annotations
 
-from ..interop.native import atomic_add, atomic_load
+from ..interop.native import atomic_add, atomic_load, atomic_swap, sched_yield
 from .cpu_native import (
     call,
     cond_broadcast,
@@ -27,15 +27,23 @@ from .cpu_team import (
     CPU_SET,
     CPU_WORDS,
     DONE,
+    EVERY,
     FUNCTION,
     HEADER,
     HOMES,
     HOMES_AT,
     LOCK,
+    LONELY,
+    NOBODY,
+    OFFER,
+    OFFERED_DONE,
+    OFFERED_FUNCTION,
+    OFTEN,
     PARAMS,
     PARKED,
     POSTS,
     PROGRESS,
+    RARELY,
     SAVED,
     SLOT_JOB,
     SLOT_TICKETS,
@@ -45,8 +53,10 @@ from .cpu_team import (
     SLOTS_AT,
     STEP_WORDS,
     STEPS,
+    TAKEN,
     TEAM,
     TILES,
+    WAITING,
     WORK,
 )
 
@@ -178,6 +188,77 @@ def _run(job, helpers):
 
 
 @jit
+def _invite(team):
+    """Wake a helper, if all sleep, for offers to come."""
+    put_i64(team, LONELY, 0)
+    put_i64(team, EVERY, min(2 * get_i64(team, EVERY), RARELY))
+    cpu = current_cpu()
+    mutex_lock(team + 8 * LOCK)
+    parked = get_i64(team, PARKED)
+    if parked > 0:
+        if get_i64(team, CALLER) >= 0 and 0 <= cpu != get_i64(team, CALLER):
+            _make_way(team, cpu)
+        atomic_add(team + 8 * POSTS, 1)
+    mutex_unlock(team + 8 * LOCK)
+    if parked > 0:
+        cond_signal(team + 8 * WORK)
+
+
+@jit
+def offer(team, job):
+    """Show a job to a helper that looks for work; whether there is one. Nobody is woken for it."""
+    if atomic_swap(team + 8 * OFFER, WAITING, job) == WAITING:
+        return True
+    lonely = get_i64(team, LONELY) + 1
+    put_i64(team, LONELY, lonely)
+    if lonely >= get_i64(team, EVERY):
+        _invite(team)
+    return False
+
+
+@jit
+def withdraw(team, job):
+    """The end of an offer: no helper looks at the job any more."""
+    if atomic_swap(team + 8 * OFFER, job, WAITING) == job:
+        return
+    put_i64(team, LONELY, 0)
+    put_i64(team, EVERY, OFTEN)
+    looks = 0
+    while atomic_load(job + 8 * OFFERED_DONE) == 0:
+        looks += 1
+        if looks > PATIENCE:  # it may need this CPU
+            sched_yield()
+        relax()
+
+
+@jit
+def _accept(team):
+    """Help with what is offered, if anything is; whether it was."""
+    place = team + 8 * OFFER
+    job = atomic_load(place)
+    if job <= TAKEN or atomic_swap(place, job, TAKEN) != job:
+        return False
+    call(get_i64(job, OFFERED_FUNCTION), job, -1)
+    atomic_add(place, WAITING - TAKEN)
+    atomic_add(job + 8 * OFFERED_DONE, 1)  # the last that is seen of it
+    return True
+
+
+@jit
+def _look(team, posts):
+    """Until more is posted or patience ends; one helper of a team takes offers meanwhile."""
+    place, left = team + 8 * OFFER, PATIENCE
+    waits = atomic_swap(place, NOBODY, WAITING) == NOBODY
+    while left > 0 and atomic_load(team + 8 * POSTS) == posts:
+        left -= 1
+        if waits and _accept(team):
+            left = PATIENCE
+        relax()
+    while waits and atomic_swap(place, WAITING, NOBODY) != WAITING:
+        _accept(team)
+
+
+@jit
 def _take(team):
     """A ticket for some job: its slot's address; 0 when nobody wants help. The lock is held."""
     for i in range(SLOTS):
@@ -202,10 +283,7 @@ def _serve(team):
             if atomic_add(slot + 8 * SLOT_USERS, 1) == -1:
                 _announce(team)
             continue
-        for _ in range(PATIENCE):
-            if atomic_load(team + 8 * POSTS) != posts:
-                break
-            relax()
+        _look(team, posts)
         mutex_lock(team + 8 * LOCK)
         put_i64(team, PARKED, get_i64(team, PARKED) + 1)
         while atomic_load(team + 8 * POSTS) == posts:

@@ -15,7 +15,8 @@ from pathlib import Path
 # aux1  query rows of a tile, a multiple of the panel width
 # aux2  keys of a block, a multiple of 32
 # aux3  backward: parts that the query rows of a key/value head are dealt to; forward: blocks of a tile
-# aux4  backward: WANT_* bits; forward: whether long rows of all heads come first
+# aux4  backward: WANT_* bits; forward: whether long rows of all heads come first;
+#       small: whether another thread may help
 # aux5  how bias and its gradient are stored: KIND_*
 # aux6  packed sequences: rows of q in all
 KIND_REAL, KIND_FLOAT16, KIND_BFLOAT16, KIND_FLOAT32 = range(4)

@@ -15,6 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..interop.native import make_symbol
+from .cpu_team import PLACES, PLACES_SYMBOL
+
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
@@ -191,6 +194,9 @@ def set_affinity(ctx: Any, thread: Any, size: Any, cpus: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+places = make_symbol(PLACES_SYMBOL, PLACES.ctypes.data)
 
 
 def namespace(name: str, **members: Any) -> Any:

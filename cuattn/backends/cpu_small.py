@@ -12,9 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from ..interop.native import atomic_add
+from .cpu_drain import offer, withdraw
 from .cpu_layout import LINE
-from .cpu_native import free, get_i64, malloc, put_i64
+from .cpu_native import free, get_i64, malloc, places, put_i64
 from .cpu_scores import LOG2E, P, entry, index_of, jit, make_memory, make_rows, scale, up
+from .cpu_team import (
+    OFFERED_DONE,
+    OFFERED_END,
+    OFFERED_FUNCTION,
+    OFFERED_NEXT,
+    OFFERED_PARAMS,
+    OFFERED_SCRATCH,
+    OFFERED_WORDS,
+    PLACE_SMALL,
+    PLACE_TEAM,
+)
 
 
 def make_small(real: Any, simd: Any) -> Callable[..., Any]:
@@ -74,32 +87,67 @@ def make_small(real: Any, simd: Any) -> Callable[..., Any]:
                 totals + row * size, out + target * size, out_stride,
             )  # fmt: skip
 
-    def small(p, tile):
-        n, heads, together = get_i64(p, P.seqlen_q), get_i64(p, P.heads_q), get_i64(p, P.aux3)
-        _, q_len, _, kv_len, offset = entry(p, 0)
-        words = get_i64(p, P.head_dim) * width + kv_len * width + 2 * width
-        base = malloc(words * size + 16 * n + 32 * (n // width) + 16 * (n // rows) + 4 * LINE)
-        at = up(base, LINE)
-        low = at + LINE + words * size
-        high, limits = low + 8 * n, low + 16 * n
-        groups = limits + 32 * (n // width)
-        block.ranges(p, 0, n, n // width, q_len, kv_len, offset, low, high, limits)
-        group_ranges(n, kv_len, low, high, groups)
+    @jit
+    def bytes_of(p):
+        """Of one thread's scratch, in whole lines."""
+        return up((get_i64(p, P.head_dim) + get_i64(p, P.seqlen_kv) + 2) * width * size, LINE) + LINE
+
+    @jit
+    def work(p, job, at):
+        """Vectors of query rows, as long as there is one that nobody has claimed; ``at``: own scratch."""
+        n, heads = get_i64(p, P.seqlen_q), get_i64(p, P.heads_q)
+        low = get_i64(job, OFFERED_SCRATCH)
+        high, limits, panels = low + 8 * n, low + 16 * n, n // width
+        groups = limits + 32 * panels
         put(at, 0, real(scale(p) * LOG2E))
         put(at, 1, real(scale(p)))
-        for pair in range(tile * together, min((tile + 1) * together, get_i64(p, P.batch) * heads)):
+        end, group = get_i64(job, OFFERED_END), heads // get_i64(p, P.heads_kv)
+        one = atomic_add(job + 8 * OFFERED_NEXT, 1)
+        while one < end:
+            pair, panel = one // panels, one % panels
             b, h = pair // heads, pair % heads
-            hk = h // (heads // get_i64(p, P.heads_kv))
+            hk = h // group
             q = index_of(p, P.q_stride_b, P.q_stride_h, P.q_stride_s, b, h, 0) * size
             k = index_of(p, P.k_stride_b, P.k_stride_h, P.k_stride_s, b, hk, 0) * size
             v = index_of(p, P.v_stride_b, P.v_stride_h, P.v_stride_s, b, hk, 0) * size
             out = index_of(p, P.out_stride_b, P.out_stride_h, P.out_stride_s, b, h, 0) * size
             lse = (b * get_i64(p, P.lse_stride_b) + h * get_i64(p, P.lse_stride_h)) * size
-            for panel in range(n // width):
-                attend(
-                    p, at, panel, get_i64(p, P.q) + q, get_i64(p, P.k) + k, get_i64(p, P.v) + v,
-                    get_i64(p, P.out) + out, get_i64(p, P.lse) + lse, low, high, limits, groups,
-                )  # fmt: skip
+            attend(
+                p, at, panel, get_i64(p, P.q) + q, get_i64(p, P.k) + k, get_i64(p, P.v) + v,
+                get_i64(p, P.out) + out, get_i64(p, P.lse) + lse, low, high, limits, groups,
+            )  # fmt: skip
+            one = atomic_add(job + 8 * OFFERED_NEXT, 1)
+
+    def small(p, tile):
+        if tile < 0:  # a job that another thread has offered
+            params = get_i64(p, OFFERED_PARAMS)
+            work(params, p, get_i64(p, OFFERED_SCRATCH) - bytes_of(params))
+            return
+        n, together = get_i64(p, P.seqlen_q), get_i64(p, P.aux3)
+        panels, one = n // width, bytes_of(p)
+        _, q_len, _, kv_len, offset = entry(p, 0)
+        base = malloc(2 * one + 16 * n + 32 * panels + 16 * (n // rows) + 8 * OFFERED_WORDS + LINE)
+        job = up(base, LINE)
+        at = job + 8 * OFFERED_WORDS
+        low = at + 2 * one
+        high, limits = low + 8 * n, low + 16 * n
+        block.ranges(p, 0, n, panels, q_len, kv_len, offset, low, high, limits)
+        group_ranges(n, kv_len, low, high, limits + 32 * panels)
+        put_i64(job, OFFERED_SCRATCH, low)
+        put_i64(job, OFFERED_NEXT, tile * together * panels)
+        put_i64(
+            job, OFFERED_END,
+            min((tile + 1) * together, get_i64(p, P.batch) * get_i64(p, P.heads_q)) * panels,
+        )  # fmt: skip
+        team, offered = get_i64(places(), PLACE_TEAM), False
+        if get_i64(p, P.aux4) and team:
+            put_i64(job, OFFERED_FUNCTION, get_i64(places(), PLACE_SMALL + size // 8))
+            put_i64(job, OFFERED_PARAMS, p)
+            put_i64(job, OFFERED_DONE, 0)
+            offered = offer(team, job)
+        work(p, job, at)
+        if offered:
+            withdraw(team, job)
         free(base)
 
     return small

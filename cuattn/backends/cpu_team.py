@@ -5,6 +5,9 @@ their own. Helpers are Python threads that enter compiled code (``cpu_drain.py``
 sleep on a condition outside of the GIL, and a job reaches them without Python. Whoever waits waits only for
 threads that are running, so callers on many threads cannot deadlock.
 
+Work of microseconds is only offered: a helper that looks for work at that moment takes some of it, and nobody
+is woken. Where such calls follow each other, one in a while wakes a helper, which then stays awake with them.
+
 A team as large as the machine keeps each helper on a CPU of its own and the caller, during a job, on another:
 kernels that like to leave CPUs idle put the two on one, where they take turns for tens of milliseconds.
 """
@@ -35,9 +38,24 @@ SLOTS_AT, SLOTS, SLOT_WORDS = 64, 64, 8  # jobs at once; a caller that finds no 
 SLOT_JOB, SLOT_TICKETS, SLOT_USERS = 0, 1, 2  # address; helpers that it still takes; -(those inside)
 CALLER, HOMES = 576, 577  # the CPU that the last caller ran on, -1: nobody is kept anywhere; helpers that are
 CPU_SET = 584  # room for a set
-HOMES_AT, MAX_HOMES = 600, 1023  # thread id and CPU of each
+OFFER = 600  # NOBODY looks for offers, one is WAITING, has TAKEN one; or the address of an offered job
+LONELY, EVERY = 608, 609  # offers in a row that nobody saw; how many until a helper is woken
+HOMES_AT, MAX_HOMES = 616, 1023  # thread id and CPU of each
+NOBODY, WAITING, TAKEN = 0, 1, 2
+OFTEN, RARELY = 8, 256  # of EVERY: while helpers come, and at most
+# An offered job, which function(job, -1) helps with; own lines: what is claimed, whether help is done
+OFFERED_FUNCTION, OFFERED_PARAMS, OFFERED_SCRATCH, OFFERED_END = range(4)
+OFFERED_NEXT, OFFERED_DONE, OFFERED_WORDS = 8, 16, 24
+# What compiled code finds by a symbol: this process's team (0: none), its functions that help
+PLACES_SYMBOL = "cuattn_places_1"
+PLACES: NDArray[np.int64] = np.zeros(8, np.int64)
+PLACE_TEAM, PLACE_SMALL = 0, 1  # the latter for float32, then for float64
 TEAM_WORDS = HOMES_AT + 2 * MAX_HOMES
 Words = NDArray[np.int64]
+
+
+if hasattr(os, "register_at_fork"):  # helpers stay behind
+    os.register_at_fork(after_in_child=lambda: PLACES.fill(0))
 
 
 def thread_count() -> int:
@@ -85,13 +103,20 @@ class Team:
         """Run the job at an address on this thread."""
         self._function(job, 0)
 
+    def lend(self, place: int, function: int, threads: int) -> None:
+        """Have helpers for what ``cpu_drain.offer`` offers; its function's address goes to a place."""
+        if threads > 1:
+            self._start(threads - 1)
+            PLACES[place] = function
+            PLACES[PLACE_TEAM] = self._address
+
     def _begin(self) -> None:
         """Words for helpers to come: never freed, since these outlive the interpreter by a moment."""
         words: Words = np.zeros(TEAM_WORDS + 8, np.int64)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(words))
         self._words = words[-words.ctypes.data % 64 // 8 :]
         self._address, self._helpers, self._process = self._words.ctypes.data, 0, os.getpid()
-        self._words[CALLER] = -1
+        self._words[CALLER], self._words[EVERY] = -1, OFTEN
         libc = ctypes.CDLL(None)
         libc.pthread_mutex_init(ctypes.c_void_p(self._address + 8 * LOCK), None)
         for condition in (WORK, PROGRESS):

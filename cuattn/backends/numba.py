@@ -32,7 +32,7 @@ from .cpu_layout import (
     panel_width,
     second_level_bytes,
 )
-from .cpu_team import Team, make_job, restart, thread_count
+from .cpu_team import PLACE_SMALL, Team, make_job, restart, thread_count
 
 Array = NDArray[Any]
 Values = dict[str, int | float]
@@ -48,6 +48,7 @@ DECODE_ROWS = 8  # up to so many query rows keys are read once per row group, no
 DECODE_KEYS = 256  # keys of a block where each is read once: long runs through memory
 SHARED_KEYS = 64  # keys of a block that several rows attend to: it stays in the second-level cache
 DECODE_PART = 1024  # keys of a part at least
+SHARED_WORK = 3.0e5  # from here a helper that looks for work anyway is offered some of a short call
 SERIAL_WORK = 8.0e6  # below it (some 0.1 ms) waking helpers costs more than they bring
 TILE_WORK = 2.0e6  # of a tile at least: claiming and scratch cost a tenth of a microsecond or two
 NEAR = 2 << 20  # elements of all keys and values: up to it the long rows of all heads come first, then short
@@ -229,10 +230,11 @@ def forward_program(spec: AttentionSpec, threads: int | None = None) -> Program:
     blocks = spec.batch * spec.heads_q * -(-spec.seqlen_q // rows)
     together = _together(spec, blocks, threads)
     near = spec.batch * spec.heads_kv * spec.seqlen_kv * (spec.head_dim + spec.head_dim_v) <= NEAR
+    shared = threads > 1 and together == blocks and _work(spec) >= SHARED_WORK
     step = Host(
         _entry(spec, "small", False) if small else _entry(spec, "forward", _has_features(spec)),
         -(-blocks // together),
-        params.pack(_common(spec, rows, keys) | {"aux3": together, "aux4": int(near)}),
+        params.pack(_common(spec, rows, keys) | {"aux3": together, "aux4": int(shared if small else near)}),
         tuple((name, name) for name in (*inputs, "out", "lse")),
     )
     clear = (Memset("out"),) if spec.varlen else ()  # rows of no sequence
@@ -380,15 +382,18 @@ def _bias_step(spec: AttentionSpec, values: Values, pointers: Pointers) -> Host:
 
 def host_entry(name: str) -> int:
     """Address of the loop ``void body(int64 params, int64 tile)`` that a ``Host`` step names."""
-    from .cpu_code import host_entry
-
-    return host_entry(name)
+    return _host_entries([name])[0]
 
 
 def _host_entries(names: list[str]) -> list[int]:
     from .cpu_code import host_entries
 
-    return host_entries(names)
+    found = host_entries(names)
+    for name, address in zip(names, found, strict=True):
+        loop, _, real = name.partition(".")
+        if loop == "small":
+            _team().lend(PLACE_SMALL + (real == "float64"), address, thread_count())
+    return found
 
 
 @cache
