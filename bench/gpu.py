@@ -1,9 +1,9 @@
 """GPU benchmark against the peers that are importable: ``python -m bench.gpu fwd|bwd [--cells TEXT]``.
 
 All implementations of a cell run in one process, in a random order each round. "hot" is the median over
-bursts of calls back to back, "cool" over single calls after a pause with the L2 cache flushed, the host ahead. TFLOP/s count
-4 B H Sq Sk D (half when causal, the visible part of a window), 2.5 times that backward. Needs PyTorch and
-CuPy; JAX (hot only: it has its own stream) and fa3_fwd where they are installed. Writes
+bursts of calls back to back, "cool" over single calls after a pause with the L2 cache flushed and the host
+ahead. TFLOP/s count 4 B H Sq Sk D (half when causal, the visible part of a window), 2.5 times that backward.
+Needs PyTorch and CuPy; JAX (hot only: it has its own stream) and fa3_fwd where they are installed. Writes
 bench/results/gpu_<fwd|bwd>.json.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, BURST_SECONDS, PAUSE_SECONDS = 6, 0.01, 0.02
-AHEAD_CYCLES = 4_000_000  # a GPU's thread spins before a cool call, so that the host, slow after a pause, gets ahead
+AHEAD_CYCLES = 4_000_000  # that the GPU waits before a cool call: the host is slow after a pause
 PACKED = (4096, 50, 2048, 300, 1024, 3000, 128, 700, 1500, 96, 2000, 77, 900, 465)  # 16k tokens
 
 
