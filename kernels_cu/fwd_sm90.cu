@@ -7,6 +7,7 @@
 //   Q_BUFFERS  3: the next tile's Q is loaded early and O leaves through the finished tile's Q buffer (stmatrix, TMA store)
 //              1: where shared memory has no room: Q is reloaded after its last use, O leaves from the registers, and the
 //                 next tile's first S comes after this tile's end, by when its Q has arrived
+//   Q_APART    1: each warpgroup's rows of the one Q are loaded again as soon as that warpgroup is done with them (boxes of 64 rows)
 //   PINGPONG   1: named barriers let the warpgroups issue their products in turn
 //   EARLY_EXPS groups of 8 exponentials of a thread that stand before the wait for P V. That wait stands behind the one for the
 //              next K tile, which is needed anyway and keeps ptxas from moving exponentials over it
@@ -23,7 +24,7 @@
 // Params: aux0 = query blocks of an entry (SPLIT: of a KV head, of aux6 heads each), aux1 = heads of a section, aux2 = tiles,
 // aux3 = first row that the K and V maps hold; aux4-6 = strides of fwd_sm90_mask.cu's bitmap (SPLIT: see there); semaphore from
 // fwd_sm90_prepare.cu; scratch, from that or (MASK) fwd_sm90_mask.cu or (SPLIT) for the parts. MASK: mask_stride_b, h, q, k =
-// the strides, in words, of an entry, a head, a query block and a key block of the packed mask, aux7 = a row's.
+// the strides, in words, of an entry, a head, a query block and 128 keys of the packed mask, aux7 = a row's.
 // Tensor maps: (column, row, head, batch), boxes of 64 columns by BLOCK_M rows of Q, BLOCK_N of K and V, 16 of out, swizzle 128.
 #include "fwd_sm90.cuh"
 #include "philox.cuh"
@@ -59,7 +60,9 @@
 // Scores are kept in units of q.k; with a bias in natural units, where finfo.min does not overflow.
 #define NATURAL (BIAS > 0)
 static_assert(!SCATTERED || (BLOCK_N % 8 == 0 && BLOCK_N <= 128), "what a row sees of a thread's columns are bits of one word");
-static_assert(!MASK || BLOCK_N == 128, "as fwd_sm90_mask.cu packs it");
+// MASK: key blocks of a block of the packed mask.
+#define PACKED_BLOCKS (128 / BLOCK_N)
+static_assert(!MASK || BLOCK_N == 128 || BLOCK_N == 64, "as fwd_sm90_mask.cu packs it");
 static_assert(!DROPOUT || BLOCK_N % 32 == 0, "random words serve 32 columns");
 static_assert(!(SCATTERED && VARLEN), "packed sequences have none of these");
 
@@ -113,7 +116,7 @@ struct Consumer {
   __device__ __forceinline__ void release_v(int i) { mbarrier_arrive_if(sh.v_empty + 8 * (i % STAGES), lane() == 0); }
   // Q_BUFFERS == 1: Q is free once its last product is done.
   __device__ __forceinline__ void release_q(bool last) {
-    if (Q_BUFFERS == 1) mbarrier_arrive_if(sh.q_empty, last && lane() == 0);
+    if (Q_BUFFERS == 1) mbarrier_arrive_if(sh.q_empty + (Q_APART ? 8 * wg : 0), last && lane() == 0);
   }
   // STAGED: the warp's store of tile i has read the buffer.
   __device__ __forceinline__ void release_out(int i) {
@@ -255,9 +258,10 @@ struct Consumer {
 #endif
 #if MASK
     const u32* bits = (const u32*)p.scratch + t.batch * p.mask_stride_b + t.head * p.mask_stride_h + t.m * p.mask_stride_q +
-                      n * p.mask_stride_k + line() * (int)p.aux7 + (lane() & 3);
-    shown0 &= bits[0];
-    shown1 &= bits[8 * (int)p.aux7];
+                      n / PACKED_BLOCKS * p.mask_stride_k + line() * (int)p.aux7 + (lane() & 3);
+    const int shift = BLOCK_N / 4 * (n % PACKED_BLOCKS);
+    shown0 &= bits[0] >> shift;
+    shown1 &= bits[8 * (int)p.aux7] >> shift;
 #endif
 #if SEGMENTS
     const int mine0 = shown0 ? p.q_segment_ids[t.batch * p.seqlen_q + i] : 0;
@@ -581,14 +585,14 @@ struct Consumer {
   // Waits for this block's tile number i; whether there is one.
   __device__ __forceinline__ bool await_tile(int i) {
     const int buffer = i % Q_BUFFERS;
-    mbarrier_wait(sh.q_full + 8 * buffer, (i / Q_BUFFERS) & 1);
-    const int word = (int)shared_load(sh.slot + SLOT_BYTES * buffer);
+    mbarrier_wait(sh.q_full + 8 * (Q_APART ? wg : buffer), (i / Q_BUFFERS) & 1);
+    const int word = (int)shared_load(sh.slot + SLOT_BYTES * (i % SLOTS));
     if (NARROW) ends = uniform(word) >> (M_BITS + 2 * wg) & 3;
     return __all_sync(~0u, word >= 0);
   }
   // What was said of tile number i, which has come; everything into uniform registers.
   __device__ __forceinline__ Tile read_tile(int i) {
-    const u32 slot = sh.slot + SLOT_BYTES * (i % Q_BUFFERS);
+    const u32 slot = sh.slot + SLOT_BYTES * (i % SLOTS);
     Tile t;
     u32 a, b, c, d;
     shared_load_v4(slot, a, b, c, d);
@@ -870,10 +874,13 @@ struct Consumer {
     issue_pv(i);
     end_rows();
   }
-  __device__ __forceinline__ void close() {
+  __device__ __forceinline__ void complete() {
     wgmma_wait<0>();
     touch(o);
     release_v(count + tile.blocks() - 1);
+  }
+  __device__ __forceinline__ void close() {
+    complete();
     leave(tile, index);
   }
   // SKIPPING: whether a mask's edge crosses key block n of the warpgroup's rows.
@@ -960,6 +967,16 @@ struct Consumer {
         release_out(index - 1);  // NOTE: before any wait for what the producer brings behind the Q that goes there
         if (!await_tile(index + 1)) break;
         cross();
+      } else if (Q_APART) {  // the next Q has come by now: O leaves beside its first product
+        close_product();
+        complete();
+        if (!await_tile(index + 1)) return leave(tile, index);
+        const int i = count + tile.blocks();
+        const Tile old = tile, next = read_tile(index + 1);
+        open_product(next, i, index + 1);
+        leave(old, index++);
+        count = uniform(i);
+        open(next);
       } else {
         close_product();
         close();

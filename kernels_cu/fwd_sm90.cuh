@@ -28,6 +28,9 @@
 #define M_BITS 24  // NARROW: behind a slot's query block come two bits for each warpgroup, see unseen_ends
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
 #define STAGED (Q_BUFFERS > 1)
+// Q_APART: each warpgroup's rows of Q have barriers of their own. A tile's words then stay for one that is a tile behind.
+#define Q_PARTS (Q_APART ? NUM_WG : Q_BUFFERS)
+#define SLOTS (Q_APART ? 2 : Q_BUFFERS)
 #define LISTED 32  // VARLEN: up to so many sequences are listed by each block itself, which need not wait for the pass ahead then
 #define LIST_BYTES (4 * (2 * LISTED + 1) + 4)
 #define SEEN_SLOTS (STAGES + 1)  // no warp comes back to a slot before all are done with it: V's stages hold it back
@@ -41,6 +44,7 @@
 #define EMPTY_BLOCK ((1 << 30) / BLOCK_N + 1)
 
 static_assert(Q_BUFFERS == 1 || Q_BUFFERS == 3, "the last output may still be leaving when the next Q comes");
+static_assert(!Q_APART || (Q_BUFFERS == 1 && !SPLIT), "one Q, whose rows are loaded by 64");
 static_assert(!SPLIT || !(STAGED || VARLEN || SCATTERED || DROPOUT || LPT), "parts leave from the registers; rows of one head each");
 static_assert(!NARROW || (NUM_WG == 3 && BLOCK_N >= 128), "at most one block less at each end; bits of an int");
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
@@ -56,13 +60,13 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
   sh.k = sh.q + Q_BUFFERS * Q_BYTES;
   sh.v = sh.k + STAGES * K_BYTES;
   sh.bias = sh.v + STAGES * V_BYTES;      // BIAS_TILES: slabs of 64 columns, in K's stages
-  sh.slot = sh.bias + STAGES * BIAS_BYTES;  // what the producer says about the tile in each Q buffer
-  sh.seen = sh.slot + SLOT_BYTES * Q_BUFFERS;  // SCATTERED: in each slot, a word for each lane of a quad and warp
+  sh.slot = sh.bias + STAGES * BIAS_BYTES;  // what the producer says about the tiles
+  sh.seen = sh.slot + SLOT_BYTES * SLOTS;  // SCATTERED: in each slot, a word for each lane of a quad and warp
   sh.list = sh.seen;                           // VARLEN: see list_sequences
   sh.seen_full = sh.seen + (SCATTERED ? SEEN_SLOTS * 4 * NUM_WG * 16 : VARLEN ? LIST_BYTES : 0);
   sh.q_full = sh.seen_full + (SCATTERED ? 8 * SEEN_SLOTS : 0);
-  sh.q_empty = sh.q_full + 8 * Q_BUFFERS;
-  sh.k_full = sh.q_empty + 8 * Q_BUFFERS;
+  sh.q_empty = sh.q_full + 8 * Q_PARTS;
+  sh.k_full = sh.q_empty + 8 * Q_PARTS;
   sh.k_empty = sh.k_full + 8 * STAGES;
   sh.v_full = sh.k_empty + 8 * STAGES;
   sh.v_empty = sh.v_full + 8 * STAGES;
@@ -71,9 +75,9 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
 }
 
 __device__ __forceinline__ void init_barriers(const Shared& sh) {
-  for (int i = 0; i < Q_BUFFERS; i++) {
+  for (int i = 0; i < Q_PARTS; i++) {
     mbarrier_init(sh.q_full + 8 * i, 1);
-    mbarrier_init(sh.q_empty + 8 * i, 4 * NUM_WG);
+    mbarrier_init(sh.q_empty + 8 * i, Q_APART ? 4 : 4 * NUM_WG);
   }
   for (int i = 0; i < STAGES; i++) {
     mbarrier_init(sh.k_full + 8 * i, 1);
@@ -345,7 +349,7 @@ struct Producer {
   // Tile number i of this block: say what it is, load its Q.
   __device__ __forceinline__ void issue_q(int i, bool any, const Tile& tile) {
     const int buffer = i % Q_BUFFERS;
-    const u32 slot = sh.slot + SLOT_BYTES * buffer, full = sh.q_full + 8 * buffer;
+    const u32 slot = sh.slot + SLOT_BYTES * (i % SLOTS), full = sh.q_full + 8 * buffer;
     mbarrier_wait(sh.q_empty + 8 * buffer, ((i / Q_BUFFERS) & 1) ^ 1);
     int m = tile.m;
 #pragma unroll
@@ -354,6 +358,22 @@ struct Producer {
     shared_store_v4(slot + 16, tile.first, tile.last, tile.live, SPLIT ? tile.part : 0);
 #if VARIABLE
     shared_store_v4(slot + 32, tile.q_len, tile.kv_len, tile.offset, 0);
+#endif
+#if Q_APART
+#pragma unroll
+    for (int part = 0; part < Q_PARTS; part++) {
+      if (part > 0) mbarrier_wait(sh.q_empty + 8 * part, (i & 1) ^ 1);
+      if (!any) {
+        mbarrier_arrive(full + 8 * part);
+        continue;
+      }
+      mbarrier_expect(full + 8 * part, Q_LOAD_BYTES / Q_PARTS);
+#pragma unroll
+      for (int x = 0; x < SLABS; x++)
+        tma_load(sh.q + x * BLOCK_M * 128 + part * 64 * 128, map_q, 64 * x, tile.q_start + tile.m * BLOCK_M + part * 64, tile.head,
+                 VARLEN ? 0 : tile.batch, full + 8 * part);
+    }
+    return;
 #endif
     if (!any) return mbarrier_arrive(full);
     mbarrier_expect(full, SPLIT ? TILE_ROWS * (int)p.aux6 * 128 * SLABS : Q_LOAD_BYTES);

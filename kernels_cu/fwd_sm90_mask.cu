@@ -1,18 +1,21 @@
 // Ahead of fwd_sm90.cu: mask and segments of each tile. Whether something may be left to see (bit n % 32 of word n / 32 of the
 // tile's row of words, which start as zeros) and whether nothing is hidden (as many words further on); and the mask itself, a
 // bit a score, in the order in which the consumers' threads hold scores: 4 words a row and block of 128 keys, of which word q has
-// bit 2 x + z for column 8 x + 2 q + z. One warp a tile. Tiles that positions hide are left out, else positions
-// are not looked at. V_CHUNKS: further warps look for NaN and infinity in V's rows, one a key block of a KV head.
+// bit 2 x + z for column 8 x + 2 q + z. One warp a tile, or two whose keys are 64.
+// Tiles that positions hide are left out, else positions are not looked at. V_CHUNKS: further warps look for NaN and infinity in
+// V's rows, one a key block of a KV head.
 //
 // Defines: MASK, SEGMENTS, BLOCK_M, BLOCK_N, WIDE (16 columns of the mask lie on 16 bytes), HAS_LEFT and HAS_RIGHT (0 where lengths
 // or offsets vary), DTYPE, V_CHUNKS (16 bytes of a V row each; 0: none are looked at). Params: aux0-2 strides of the bitmap, aux3 =
-// first word of V's bits, aux4 heads, aux5 query blocks and aux6 key blocks of it, aux7 tiles; live_tiles, and scratch for the
-// packed mask, which has no axis along which the mask's stride is 0.
+// first word of V's bits, aux4 heads, aux5 query blocks and aux6 key blocks of it (of KEYS each), aux7 warps of these;
+// live_tiles, and scratch for the packed mask, which has no axis along which the mask's stride is 0.
 #include "params.cuh"
 
 #define WARPS 4
 #define AT_ONCE 8  // loads in flight a lane
-static_assert(BLOCK_N == 128 || !MASK, "a row of a tile is 128 bits");
+#define KEYS (MASK ? 128 : BLOCK_N)  // that a warp looks at
+#define PARTS (KEYS / BLOCK_N)       // tiles that these are
+static_assert(BLOCK_N == 128 || BLOCK_N == 64 || !MASK, "a row of a warp's is 128 bits");
 static_assert(BLOCK_M % (4 * AT_ONCE) == 0 && BLOCK_N % AT_ONCE == 0, "no rest");
 
 // The bits 7 of the bytes that are not 0.
@@ -76,10 +79,11 @@ __device__ __forceinline__ uint4 load_columns(const Params& p, const u8* from, i
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Packs the tile's part of the mask: 8 lanes a row, 16 columns a lane.
-__device__ __forceinline__ void pack_mask(const Params& p, int n, int m, int head, int batch, bool& live, bool& whole) {
+// Packs the warp's part of the mask: 8 lanes a row, 16 columns a lane.
+__device__ __forceinline__ void pack_mask(const Params& p, int n, int m, int head, int batch, bool (&live)[PARTS],
+                                          bool (&whole)[PARTS]) {
   const int lane = threadIdx.x % 32, blocks_m = (int)p.aux5, blocks_n = (int)p.aux6;
-  const int rows = p.mask_stride_q ? BLOCK_M : 1, column = n * BLOCK_N + 16 * (lane & 7);
+  const int rows = p.mask_stride_q ? BLOCK_M : 1, column = n * KEYS + 16 * (lane & 7);
   const i64 per_m = (i64)blocks_n * rows, per_head = p.mask_stride_q ? blocks_m * per_m : per_m;
   const i64 at = (p.mask_stride_b ? batch * (p.mask_stride_h ? p.aux4 * per_head : per_head) : 0) +
                  (p.mask_stride_h ? head * per_head : 0) + (p.mask_stride_q ? m * per_m : 0) + n * rows;
@@ -106,8 +110,18 @@ __device__ __forceinline__ void pack_mask(const Params& p, int n, int m, int hea
       if (r < rows && !(lane & 4)) bits[4 * r] = word;
     }
   }
-  live = __any_sync(~0u, some != 0);
-  whole = __all_sync(~0u, missing == 0);
+#if PARTS == 1
+  live[0] = __any_sync(~0u, some != 0);
+  whole[0] = __all_sync(~0u, missing == 0);
+#else
+  const u32 lives = __ballot_sync(~0u, some != 0), broken = __ballot_sync(~0u, missing != 0);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    const u32 lanes = 0x0f0f0f0fu << (4 * part);  // whose columns lie in the part
+    live[part] = lives & lanes;
+    whole[part] = !(broken & lanes);
+  }
+#endif
 }
 
 #if V_CHUNKS
@@ -148,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) fwd_sm90_mask(const __g
 #if V_CHUNKS
   if (tile >= p.aux7) {
     tile -= (u32)p.aux7;
-    const int of_all = tile / blocks_n, n = tile % blocks_n, heads = (int)p.heads_kv;
+    const int of_all = tile / (PARTS * blocks_n), n = tile % (PARTS * blocks_n), heads = (int)p.heads_kv;
     if (of_all < p.batch * heads && tame(p, n, of_all % heads, of_all / heads))
       set_bit(p.live_tiles + p.aux3 + of_all * (p.aux2 / 2), n);
     return;
@@ -159,18 +173,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) fwd_sm90_mask(const __g
   const int batch = head_of_all / (int)p.aux4, head = head_of_all - batch * (int)p.aux4;
   if (!MASK || p.mask_stride_q) {  // the one row of a mask of keys is packed with the first tiles
     const i64 top = m * BLOCK_M + p.q_offset_value, bottom = min(top + BLOCK_M, p.seqlen_q + p.q_offset_value) - 1;
-    if (HAS_RIGHT && n * BLOCK_N > bottom + p.window_right) return;
-    if (HAS_LEFT && (n + 1) * BLOCK_N <= top - p.window_left) return;
+    if (HAS_RIGHT && n * KEYS > bottom + p.window_right) return;
+    if (HAS_LEFT && (n + 1) * KEYS <= top - p.window_left) return;
   }
-  bool live = true, whole = true;
+  bool live[PARTS], whole[PARTS];
   if (MASK) pack_mask(p, n, m, head, batch, live, whole);
 #if SEGMENTS
   const Span q = span<BLOCK_M>(p.q_segment_ids + batch * p.seqlen_q, m * BLOCK_M, p.seqlen_q);
-  const Span k = span<BLOCK_N>(p.kv_segment_ids + batch * p.seqlen_kv, n * BLOCK_N, p.seqlen_kv);
-  live &= q.low <= k.high && k.low <= q.high;
-  whole &= q.low == q.high && k.low == k.high && q.low == k.low;
 #endif
   u32* words = p.live_tiles + batch * p.aux0 + head * p.aux1 + m * p.aux2;
-  if (live) set_bit(words, n);
-  if (whole) set_bit(words + p.aux2 / 2, n);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    const int block = PARTS * n + part;
+    if (!MASK) live[part] = whole[part] = true;
+#if SEGMENTS
+    const Span k = span<BLOCK_N>(p.kv_segment_ids + batch * p.seqlen_kv, block * BLOCK_N, p.seqlen_kv);
+    live[part] &= q.low <= k.high && k.low <= q.high;
+    whole[part] &= q.low == q.high && k.low == k.high && q.low == k.low;
+#endif
+    if (live[part]) set_bit(words, block);
+    if (whole[part]) set_bit(words + p.aux2 / 2, block);
+  }
 }

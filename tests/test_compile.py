@@ -73,6 +73,7 @@ ROWS = [
     *(Row("mma", d, options=CAUSAL, backward=True, tuned=True) for d in (64, 96, 128, 192, 256)),
     Row("mma", 64, **EVERYTHING, backward=True),
     *(Row("sm90", d, options=o, tuned=True, archs=HOPPER) for d in (64, 128, 256) for o in (FULL, CAUSAL)),
+    *(Row("sm90", d, **x, tuned=True, archs=HOPPER) for d in (192, 256) for x in SCORES),
     *(Row("sm90", d, options=CAUSAL, backward=True, tuned=True, archs=HOPPER) for d in (64, 128)),
     *(Row("sm90", d, **x, backward=True, tuned=True, archs=HOPPER) for d in (128, 256) for x in SCORES),
     Row("sm90", 64, options=OPTIONS[:2], operands=OPERANDS, backward=True, archs=HOPPER),

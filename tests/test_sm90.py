@@ -74,14 +74,35 @@ def test_every_tile_fits(head_dim: int, head_dim_v: int) -> None:
     assert t.block_n // 2 + t.block_n // 4 + t.head_dim_v // 2 < most
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [("bias",), ("mask",), SEGMENTS, ("bias", "mask", *SEGMENTS), ()],
+    ids=["bias", "mask", "segments", "all", "dropout"],
+)
+@pytest.mark.parametrize("seqlen", [64, 5000])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(128, 128), (192, 128), (64, 192), (192, 192), (256, 64), (256, 256)]
+)
+def test_tiles_of_scores_with_operands_fit(
+    head_dim: int, head_dim_v: int, seqlen: int, extra: tuple[str, ...]
+) -> None:
+    options = {} if extra else {"dropout_p": 0.1}
+    spec = spec_of(head_dim, head_dim_v, seqlen=seqlen, extra=extra, **options)
+    assert sm90.refuses(spec, H200) is None
+    t = sm90.tile(spec, H200)
+    assert t.shared_memory <= H200.shared_memory_per_block
+    assert t.block_m == (64 if seqlen == 64 else 128)
+    assert t.block_n % 32 == 0  # columns that a call of the random numbers serves
+    assert spec.mask is None or 128 % t.block_n == 0  # keys that are packed together
+    held = t.block_n // (2 if spec.bias is not None and not t.bias_tiles else 4)  # bias or weights
+    assert t.block_n // 2 + held + t.head_dim_v // 2 < 232
+
+
 def test_refusals_say_why() -> None:
     assert sm90.refuses(spec_of(), H200) is None
     assert "9.0" in str(sm90.refuses(spec_of(), A100))
     assert "float32" in str(sm90.refuses(spec_of(dtype="float32"), H200))
     assert "multiples of 8" in str(sm90.refuses(spec_of(100), H200))
-    masked = spec_of(256)
-    masked = replace(masked, mask=Operand("bool", (2, 4, 1000, 1000), (0, 0, 1000, 1)))
-    assert "up to 128" in str(sm90.refuses(masked, H200))
     assert "softmax_scale" in str(sm90.refuses(spec_of(softmax_scale=-1.0), H200))
     spec = spec_of()
     shifted = replace(spec, k=replace(spec.k, align=8))
@@ -145,6 +166,12 @@ def test_maps_hold_visible_keys_only() -> None:
         ("bias of 64", long_spec(64, extra=("bias",), causal=True)),
         ("mask", long_spec(extra=("mask",), causal=True)),
         ("segments", long_spec(extra=SEGMENTS)),
+        ("dropout of 256", long_spec(256, dropout_p=0.1, causal=True)),
+        ("bias of 256", long_spec(256, extra=("bias",))),
+        ("mask of 256", long_spec(256, extra=("mask",), causal=True)),
+        ("all of 256", long_spec(256, extra=("bias", "mask", *SEGMENTS), dropout_p=0.1)),
+        ("segments of 192 and 128", long_spec(192, 128, extra=SEGMENTS, causal=True)),
+        ("bias of 192", long_spec(192, extra=("bias",), causal=True)),
         ("alibi", long_spec(extra=("alibi_slopes",), causal=True)),
         ("64", long_spec(64)),
         ("64 causal", long_spec(64, causal=True)),
@@ -187,6 +214,15 @@ def test_scores_with_operands() -> None:
     assert sizes["mask_bits"] == rows * words  # of one head and entry: the mask has one
     for spec in (long_spec(extra=("bias",)), long_spec(64, extra=("bias", "mask")), spec_of(extra=("bias",))):
         assert sm90.tile(spec, H200).shared_memory <= H200.shared_memory_per_block
+
+
+def test_blocks_of_64_keys_have_bits_of_their_own() -> None:
+    """The mask is packed by 128 keys; which of its halves are empty or whole is known apart."""
+    program = sm90.forward(long_spec(256, extra=("mask",)), H200)
+    sizes = {b.name: b.shape[0] for b in program.workspace}
+    rows, halves = -(-5000 // 128), 2 * -(-5000 // 128)
+    assert sizes["mask_bits"] == rows * 128 * 4 * halves // 2
+    assert sizes["live_tiles"] == rows * 2 * -(-halves // 32)
 
 
 def test_a_mask_of_keys_is_packed_once() -> None:

@@ -41,6 +41,7 @@ class Tile:
     early_exps: int = 0
     bias_tiles: int = 0
     mask_first: int = 0
+    q_apart: int = 0
 
     @property
     def shared_memory(self) -> int:
@@ -50,7 +51,7 @@ class Tile:
         kv = self.block_n * 128 * (slab + slab_v)
         words = (self.stages + 1) * (self.block_m + 8)  # which keys each warp's rows see
         bias = 2 * self.block_m * self.block_n * self.bias_tiles
-        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + bias + 36) + words
+        return 1024 + self.q_buffers * (q + 64) + 64 * self.q_apart + self.stages * (kv + bias + 36) + words
 
     @property
     def threads(self) -> int:
@@ -97,11 +98,11 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
-        found = Tile(d, dv, 128, 128, 2, 1, 1, COUNTER, early_exps=1)  # no room for a second Q
+        found = Tile(d, dv, 128, 128, 2, 1, 1, COUNTER, early_exps=1, q_apart=1)  # no room for a second Q
     elif max(d, dv) <= 192:
-        found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1)
+        found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1, q_apart=1)
     else:  # O alone takes 128 registers
-        found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2)
+        found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2, q_apart=1)
     found = replace(found, mask_first=int(common.hides_left(spec) or 64 < max(d, dv) <= 128))
     if equal or tile_count(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
@@ -110,6 +111,8 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
 
 def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     """Scores with operands of their own: 160 registers of three warpgroups would be too few."""
+    if max(d, dv) > 128:
+        return _wide_featured_tile(spec, d, dv, block_m)
     wide = max(d, dv) > 64
     # with 128 head dims a bias leaves room for one Q: in shared memory, or where it lies in registers, there
     q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
@@ -118,6 +121,14 @@ def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     if spec.bias is not None and not _bias_tiles(spec):
         early = 0  # registers: the bias is in them
     found = Tile(d, dv, block_m, 128, stages, q_buffers, 0, COUNTER, early_exps=early)
+    return replace(found, bias_tiles=int(_bias_tiles(spec)))
+
+
+def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
+    """One Q; 64 keys a step leave room for a bias, and 128 are too many beside it or at 256 head dims."""
+    block_n = 128 if d <= 192 and dv <= 128 and spec.bias is None and spec.dropout_p == 0 else 64
+    early, pair = 2 if spec.bias is not None else 0, int(block_m > 64)
+    found = Tile(d, dv, block_m, block_n, 2, 1, pair, COUNTER, early_exps=early, q_apart=pair)
     return replace(found, bias_tiles=int(_bias_tiles(spec)))
 
 
@@ -133,8 +144,6 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"TMA needs head dims that are multiples of 8, got {spec.head_dim} and {spec.head_dim_v}"
     if spec.head_dim > 256 or spec.head_dim_v > 256:
         return "takes head dims up to 256"
-    if featured(spec) and max(spec.head_dim, spec.head_dim_v) > 128:
-        return "takes bias, mask, segments and dropout with head dims up to 128"
     for name in ("q", "k", "v"):
         reason = _unaligned(name, getattr(spec, name))
         if reason:
@@ -268,7 +277,7 @@ def kernel_defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str],
     found |= {"HEAD_DIM": t.head_dim, "HEAD_DIM_V": t.head_dim_v, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n}
     found |= {"STAGES": t.stages, "Q_BUFFERS": t.q_buffers, "PINGPONG": t.pingpong}
     found |= {"SCHEDULE": t.schedule, "LPT": int(common.hides_right(spec) and not common.hides_left(spec))}
-    found |= {"EARLY_EXPS": t.early_exps, "MASK_FIRST": t.mask_first}
+    found |= {"EARLY_EXPS": t.early_exps, "MASK_FIRST": t.mask_first, "Q_APART": t.q_apart}
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
     found |= {"SPLIT": 0}
     found |= {"KEYS_ONLY": int(keys_only(spec)), "BIAS_OF_KEYS": int(_bias_of_keys(spec))}
@@ -332,7 +341,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
         block_words=params.pack(words),
         pointers=(*((name, name) for name in names), *ahead.pointers),
         tensor_maps=(
-            tensor_map("q", spec.q, (0, spec.q.shape[2]), t.block_m),
+            tensor_map("q", spec.q, (0, spec.q.shape[2]), 64 if t.q_apart else t.block_m),
             tensor_map("k", spec.k, rows, t.block_n),
             tensor_map("v", spec.v, rows, t.block_n),
             out_map(spec),

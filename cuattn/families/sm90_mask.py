@@ -17,6 +17,8 @@ from . import common
 if TYPE_CHECKING:
     from ..spec import AttentionSpec
 
+PACKED_KEYS = 128  # of a mask, that a warp of the forward's pass packs
+
 
 @dataclass(frozen=True, slots=True)
 class MaskPass:
@@ -28,17 +30,17 @@ class MaskPass:
     pointers: tuple[tuple[str, str], ...] = ()
 
 
-def _packed(spec: AttentionSpec, block_m: int, blocks_m: int, blocks_n: int) -> tuple[int, dict[str, int]]:
+def _packed(spec: AttentionSpec, block_m: int, blocks_m: int, warps_n: int) -> tuple[int, dict[str, int]]:
     """Words that the packed mask takes, and its strides: no axis along which the mask is the same."""
     if spec.mask is None:
         return 0, {}
     by_batch, by_head, by_row = (stride != 0 for stride in spec.mask.strides[:3])
     per_n = 4 * (block_m if by_row else 1)
-    per_head = (blocks_m if by_row else 1) * blocks_n * per_n
+    per_head = (blocks_m if by_row else 1) * warps_n * per_n
     per_batch = (spec.heads_q if by_head else 1) * per_head
     strides = {
         "mask_stride_b": per_batch if by_batch else 0, "mask_stride_h": per_head if by_head else 0,
-        "mask_stride_q": blocks_n * per_n if by_row else 0, "mask_stride_k": per_n,
+        "mask_stride_q": warps_n * per_n if by_row else 0, "mask_stride_k": per_n,
         "aux7": 4 if by_row else 0,
     }  # fmt: skip
     return (spec.batch if by_batch else 1) * per_batch, strides
@@ -64,10 +66,12 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
     by_batch = spec.segments or (spec.mask is not None and spec.mask.strides[0] != 0)
     by_head = spec.mask is not None and spec.mask.strides[1] != 0
     batches, heads = spec.batch if by_batch else 1, spec.heads_q if by_head else 1
-    blocks_m, blocks_n = -(-spec.seqlen_q // block_m), -(-spec.seqlen_kv // block_n)
+    keys = PACKED_KEYS if spec.mask is not None else block_n  # of a warp
+    blocks_m, warps_n = -(-spec.seqlen_q // block_m), -(-spec.seqlen_kv // keys)
+    blocks_n = warps_n * (keys // block_n)
     row = 2 * -(-blocks_n // 32)
     strides = (heads * blocks_m * row if by_batch else 0, blocks_m * row if by_head else 0, row)
-    size, packed = _packed(spec, block_m, blocks_m, blocks_n)
+    size, packed = _packed(spec, block_m, blocks_m, warps_n)
     bits, scans = batches * heads * blocks_m * row, spec.batch * spec.heads_kv if keys_only(spec) else 0
     wanted = {"mask", "q_segment_ids", "kv_segment_ids", *(("v",) if scans else ())}
     names = tuple(n for n in common.operands(spec) if n in wanted)
@@ -83,7 +87,7 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
         ("HAS_RIGHT", int(common.hides_right(spec) and not spec.variable)),
         ("DTYPE", common.DTYPE_CODES[spec.dtype]), ("V_CHUNKS", spec.head_dim_v // 8 if scans else 0),
     )  # fmt: skip
-    tiles = batches * heads * blocks_m * blocks_n
+    tiles = batches * heads * blocks_m * warps_n
     own = {f"aux{i}": stride for i, stride in enumerate(strides)} | {"aux3": bits}
     launch = Launch(
         kernel=Kernel("fwd_sm90_mask", "fwd_sm90_mask", defines),
@@ -91,7 +95,7 @@ def mask_pass(spec: AttentionSpec, block_m: int, block_n: int) -> MaskPass:
         block=128,
         shared_memory=0,
         block_words=params.pack(
-            common.words(spec) | own | {"aux4": heads, "aux5": blocks_m, "aux6": blocks_n, "aux7": tiles}
+            common.words(spec) | own | {"aux4": heads, "aux5": blocks_m, "aux6": warps_n, "aux7": tiles}
         ),
         pointers=(*((n, n) for n in names), *pointers),
     )
