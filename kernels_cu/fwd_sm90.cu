@@ -20,7 +20,7 @@
 //   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
 //   CAP_TERMS  SOFTCAP: 3 or 5 terms of the polynomial that takes tanh's place, or 0
 //   KEYS_ONLY  the mask is the same for all queries;  BIAS_OF_KEYS: the bias is
-//   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: it can be read two columns at once;  BIAS_TILES 1: it comes by TMA, with K
+//   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: it can be read two columns at once;  BIAS_TILES 1: it comes by TMA
 // Params: aux0 = query blocks of an entry (SPLIT: of a KV head, of aux6 heads each), aux1 = heads of a section, aux2 = tiles,
 // aux3 = first row that the K and V maps hold; aux4-6 = strides of fwd_sm90_mask.cu's bitmap (SPLIT: see there); semaphore from
 // fwd_sm90_prepare.cu; scratch, from that or (MASK) fwd_sm90_mask.cu or (SPLIT) for the parts. MASK: mask_stride_b, h, q, k =
@@ -307,8 +307,8 @@ struct Consumer {
   }
 #endif
 #if BIAS
-  // Of s[4 x .. 4 x + 7], columns 8 x to 8 x + 15. BIAS_TILES: out of shared memory, stage i of K; what ldmatrix hands out
-  // lies as scores do. `least` becomes -infinity where a bias is.
+  // Of s[4 x .. 4 x + 7], columns 8 x to 8 x + 15. BIAS_TILES: out of shared memory, of 16 bits stage i of K; what ldmatrix
+  // hands out lies as scores do. `least` becomes -infinity where a bias is.
   __device__ __forceinline__ void get_bias(int i, int x, float (&values)[8], u32 (&least)[2]) const {
 #if BIAS == 1
     u32 pairs[4];
@@ -325,6 +325,16 @@ struct Consumer {
       const float2 pair = unpack_half2(pairs[j]);
       values[2 * j] = pair.x, values[2 * j + 1] = pair.y;
     }
+#elif BIAS_TILES
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const int y = x + j / 4, chunk = 2 * (y & 3) + (lane() >> 1 & 1);  // of 4 columns
+      const float2 pair = shared_load_f2(sh.bias + (y >> 2) * (BLOCK_M * 128) + (line() + 4 * (j & 2)) * 128 +
+                                         ((chunk ^ (line() & 7)) << 4) + 8 * (lane() & 1));
+      values[j] = pair.x, values[j + 1] = pair.y;
+      float low = __uint_as_float(least[j / 2 & 1]);
+      least[j / 2 & 1] = __float_as_uint(fminf(low, fminf(pair.x, pair.y)));
+    }
 #else
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -340,6 +350,7 @@ struct Consumer {
   }
   // Scores in natural units with the bias. Where it is -infinity it hides whatever the score is (NaN, too).
   __device__ __forceinline__ void add_bias(int i) {
+    if (BIAS_APART) mbarrier_wait(sh.bias_full + 8 * wg, i & 1);
     float values[8];
     u32 least[2] = {0, 0};
 #pragma unroll
@@ -383,7 +394,8 @@ struct Consumer {
 #if BIAS
     add_bias(i);
 #endif
-    if (BIAS_TILES) release_k(i);
+    if (BIAS_APART) mbarrier_arrive_if(sh.bias_empty + 8 * wg, lane() == 0);
+    else if (BIAS_TILES) release_k(i);
     const bool some = hide_scattered();
     if (edge) hide(n);
     note_seen(edge, some);
@@ -812,7 +824,7 @@ struct Consumer {
     load_operands(t, block);
     wgmma_wait<1>();
     touch(s);
-    if (!BIAS_TILES) release_k(s_block);
+    if (!BIAS_TILES || BIAS_APART) release_k(s_block);
   }
   __device__ __forceinline__ void step(int b, bool masked) {
     const int i = count + b;
@@ -853,7 +865,7 @@ struct Consumer {
     enter(t);
     wgmma_wait<0>();
     touch(s);
-    if (!BIAS_TILES) release_k(count);
+    if (!BIAS_TILES || BIAS_APART) release_k(count);
     release_q(tile.blocks() == 1);
     transform(count, block, true, true);
     refer(true, true);

@@ -23,7 +23,11 @@
 #define V_BYTES (BLOCK_N * 128 * SLABS_V)
 #define Q_LOAD_BYTES (BLOCK_M * 128 * SLABS)
 #define Q_BYTES (BLOCK_M * 128 * (STAGED && SLABS_V > SLABS ? SLABS_V : SLABS))
-#define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
+#define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 * BIAS : 0)
+// BIAS_TILES of float32: one buffer, in which each warpgroup's rows have barriers of their own.
+#define BIAS_APART (BIAS_TILES && BIAS == 2)
+#define BIAS_STAGES (BIAS_APART ? 1 : STAGES)
+#define K_MORE_BYTES (BIAS_APART ? 0 : BIAS_BYTES)  // that come with a block of K
 #define SLOT_BYTES 48
 #define M_BITS 24  // NARROW: behind a slot's query block come two bits for each warpgroup, see unseen_ends
 #define LOOKAHEAD 3  // blocks before a tile's end at which the next is fetched; its request goes out one block earlier
@@ -51,7 +55,7 @@ static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 16 == 0 && BLOCK_N <= 256, "tile");
 
 // ---------------------------------------------------------------------------------------------- shared memory
 struct Shared {  // addresses
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen, seen_full, bias, list;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, slot, block, seen, seen_full, bias, bias_full, bias_empty, list;
 };
 
 __device__ __forceinline__ Shared shared_layout(u32 base) {
@@ -59,8 +63,8 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
   sh.q = (base + 1023) & ~1023u;
   sh.k = sh.q + Q_BUFFERS * Q_BYTES;
   sh.v = sh.k + STAGES * K_BYTES;
-  sh.bias = sh.v + STAGES * V_BYTES;      // BIAS_TILES: slabs of 64 columns, in K's stages
-  sh.slot = sh.bias + STAGES * BIAS_BYTES;  // what the producer says about the tiles
+  sh.bias = sh.v + STAGES * V_BYTES;      // BIAS_TILES: slabs of 128 bytes; of 16 bits in K's stages
+  sh.slot = sh.bias + BIAS_STAGES * BIAS_BYTES;  // what the producer says about the tiles
   sh.seen = sh.slot + SLOT_BYTES * SLOTS;  // SCATTERED: in each slot, a word for each lane of a quad and warp
   sh.list = sh.seen;                           // VARLEN: see list_sequences
   sh.seen_full = sh.seen + (SCATTERED ? SEEN_SLOTS * 4 * NUM_WG * 16 : VARLEN ? LIST_BYTES : 0);
@@ -70,7 +74,9 @@ __device__ __forceinline__ Shared shared_layout(u32 base) {
   sh.k_empty = sh.k_full + 8 * STAGES;
   sh.v_full = sh.k_empty + 8 * STAGES;
   sh.v_empty = sh.v_full + 8 * STAGES;
-  sh.block = sh.v_empty + 8 * STAGES;  // SKIPPING: which key block each stage of K holds
+  sh.bias_full = sh.v_empty + 8 * STAGES;
+  sh.bias_empty = sh.bias_full + (BIAS_APART ? 8 * NUM_WG : 0);
+  sh.block = sh.bias_empty + (BIAS_APART ? 8 * NUM_WG : 0);  // SKIPPING: which key block each stage of K holds
   return sh;
 }
 
@@ -84,6 +90,10 @@ __device__ __forceinline__ void init_barriers(const Shared& sh) {
     mbarrier_init(sh.v_full + 8 * i, 1);
     mbarrier_init(sh.k_empty + 8 * i, 4 * NUM_WG);
     mbarrier_init(sh.v_empty + 8 * i, 4 * NUM_WG);
+  }
+  for (int i = 0; BIAS_APART && i < NUM_WG; i++) {
+    mbarrier_init(sh.bias_full + 8 * i, 1);
+    mbarrier_init(sh.bias_empty + 8 * i, 4);
   }
   for (int i = 0; SCATTERED && i < SEEN_SLOTS; i++) mbarrier_init(sh.seen_full + 8 * i, 4 * NUM_WG);
   mbarrier_init_fence();
@@ -334,13 +344,29 @@ struct Producer {
       mbarrier_wait(sh.k_empty + 8 * (count % STAGES), ((count / STAGES) & 1) ^ 1);
       shared_store(sh.block + 4 * (count % STAGES), 4 * n + facts);
     }
-    load<SLABS, BIAS_BYTES>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
-#if BIAS_TILES
+    load<SLABS, K_MORE_BYTES>(map_k, sh.k, sh.k_full, sh.k_empty, count, tile, n);
+#if BIAS_TILES && !BIAS_APART
     const int head = p.bias_stride_h ? tile.head : 0, batch = p.bias_stride_b ? tile.batch : 0;
 #pragma unroll
     for (int x = 0; x < BLOCK_N / 64; x++)
       tma_load(sh.bias + count % STAGES * BIAS_BYTES + x * (BLOCK_M * 128), map_bias, n * BLOCK_N + 64 * x, tile.m * BLOCK_M, head,
                batch, sh.k_full + 8 * (count % STAGES));
+#endif
+  }
+  // Of block n, which is number `count`; the last to be loaded of what its step needs.
+  __device__ __forceinline__ void load_bias(int count, const Tile& tile, int n) {
+#if BIAS_APART
+    const int head = p.bias_stride_h ? tile.head : 0, batch = p.bias_stride_b ? tile.batch : 0;
+#pragma unroll
+    for (int part = 0; part < NUM_WG; part++) {
+      const u32 full = sh.bias_full + 8 * part;
+      mbarrier_wait(sh.bias_empty + 8 * part, (count & 1) ^ 1);
+      mbarrier_expect(full, BIAS_BYTES / NUM_WG);
+#pragma unroll
+      for (int x = 0; x < BLOCK_N / 32; x++)
+        tma_load(sh.bias + x * (BLOCK_M * 128) + part * (64 * 128), map_bias, n * BLOCK_N + 32 * x, tile.m * BLOCK_M + 64 * part,
+                 head, batch, full);
+    }
 #endif
   }
   __device__ __forceinline__ void load_v(int count, const Tile& tile, int n) {
@@ -398,7 +424,7 @@ struct Producer {
     scheduler.start(p, sh.list);
     bool any = scheduler.fetch(p, tile);
     issue_q(0, any, tile);
-    if (any) begin(0, true, tile);
+    if (any) begin(0, true, tile), load_bias(0, tile, tile.block(0));
     if (SCHEDULE == 1) dependency_wait();  // for the zeroed counter
     while (any) {
       const int blocks = tile.blocks();
@@ -412,6 +438,7 @@ struct Producer {
         n = ROTATE ? tile.block(b) : block_below(p, tile, n);
         load_k(count + b, tile, n);
         load_v(count + b - 1, tile, above);
+        load_bias(count + b, tile, n);
         if (b == blocks - LOOKAHEAD - 1) scheduler.request(p);
         if (b == blocks - LOOKAHEAD) {
           more = scheduler.fetch(p, following);
@@ -421,6 +448,7 @@ struct Producer {
       begin(count + blocks, more, following);
       load_v(count + blocks - 1, tile, n);
       if (!STAGED || blocks <= LOOKAHEAD) issue_q(i + 1, more, following);
+      if (more) load_bias(count + blocks, following, following.block(0));
       count += blocks;
       i++;
       tile = following;

@@ -287,10 +287,33 @@ def test_packed_sequences(sequences: int, batch: int, head_dim: int, causal: boo
     assert bool((poisoned.view(cupy.uint16)[rest] == found["out"].view(cupy.uint16)[rest]).all())
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_packed_sequences_drop_the_reference_s_weights(head_dim: int, batch: int) -> None:
+    starts = np.cumsum([0, 130, 0, 1, 257, 64]).astype(np.int32)
+    arrays: dict[str, Any] = {n: draw(int(starts[-1]), 4 if n == "q" else 2, head_dim) for n in "qkv"}
+    arrays |= {f"cu_seqlens_{n}": cupy.asarray(starts) for n in "qk"}
+    arrays["dropout_seed"] = cupy.asarray([12345, 0, 0, 0, 0])
+    options = {"causal": True, "max_seqlen_q": 257, "max_seqlen_k": 257, "dropout_p": 0.2}
+    spec = spec_of(arrays, options, "thd")
+    host = {n: x.get() for n, x in arrays.items()}
+    out, lse = reference.attention(spec, host)
+    own = reference.own_arithmetic(cases.NUMPY_DTYPES[spec.dtype])
+    bar = 2 * float(np.abs(reference.attention(spec, host, own)[0] - out).max()) + 1e-3
+    found = run(prepare(spec, batch), arrays)
+    assert float(np.abs(found["out"].get().astype(np.float64) - out).max()) <= bar
+    assert float(np.abs(found["lse"].get() - lse).max()) <= 2e-3
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "bias": {"bias": ("dtype", (2, 4, "sq", "sk"))},
     "float32 bias over batch": {"bias": ("float32", (1, 4, "sq", "sk"))},
     "bias of keys": {"bias": ("dtype", (2, 1, 1, "sk"))},
+    "float32 bias, mask and segments": {
+        "bias": ("float32", (2, 1, "sq", "sk")),
+        "mask": (2, 4, "sq", "sk"),
+        "segments": 2,
+    },
     "mask": {"mask": (2, 4, "sq", "sk")},
     "mask of keys": {"mask": (2, 1, 1, "sk")},
     "padding": {"mask": (2, 1, 1, "sk"), "padding": True},
@@ -300,6 +323,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "documents": {"documents": 4},
     "alibi": {"alibi": True},
     "dropout": {"dropout_p": 0.2},
+    "bias and mask within lengths": {
+        "bias": ("dtype", (2, 4, "sq", "sk")),
+        "mask": (2, 1, "sq", "sk"),
+        "lengths": True,
+    },
     "everything": {
         "bias": ("dtype", (2, 4, "sq", "sk")),
         "mask": (1, 1, "sq", "sk"),
@@ -350,9 +378,15 @@ def feature_arrays(
         arrays["k"][..., 0] = ramp[None, :, None].astype(arrays["k"].dtype)
     if "alibi" in what:
         arrays["alibi_slopes"] = np.linspace(0.02, 0.5, 4, dtype=np.float32)
+    ends = np.array([[sq, sk], [sq, sk]])
+    if "lengths" in what:
+        ends = np.array([[sq - sq // 3, sk], [sq, sk - sk // 4]])
+        arrays |= {f"{side}_seqlens": ends[:, i].astype(np.int32) for i, side in enumerate(("q", "kv"))}
     left, right = options.get("window_size", (sq + sk, 0 if mask == "causal" else sq + sk))
-    distance = np.arange(sk)[None] - np.arange(sq)[:, None] - (sk - sq)
-    seen &= (distance <= right) & (-distance <= left)
+    rows, keys = np.arange(sq)[:, None], np.arange(sk)[None]
+    for i, (rows_end, keys_end) in enumerate(ends):
+        distance = keys - rows - (keys_end - rows_end)
+        seen[i] &= (distance <= right) & (-distance <= left) & (rows < rows_end) & (keys < keys_end)
     if "dropout_p" in what:
         options["dropout_p"] = what["dropout_p"]
         arrays["dropout_seed"] = np.array([12345, 0, 0, 0, 0])
@@ -383,7 +417,7 @@ def test_features_at_other_wide_head_dims(feature: str, head_dim: int, head_dim_
 @pytest.mark.parametrize(
     "feature",
     [
-        *("bias", "bias of keys", "mask", "mask of keys", "padding", "documents"),
+        *("bias", "float32 bias over batch", "bias of keys", "mask", "mask of keys", "padding", "documents"),
         *("alibi", "dropout", "softcap", "softcap that scores outgrow"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
+from ..spec import ITEMSIZE
 from . import common
 from .sm90_mask import keys_only, mask_pass
 
@@ -50,8 +51,10 @@ class Tile:
         q = self.block_m * 128 * (max(slab, slab_v) if self.q_buffers > 1 else slab)
         kv = self.block_n * 128 * (slab + slab_v)
         words = (self.stages + 1) * (self.block_m + 8)  # which keys each warp's rows see
+        # of 16 bits in each of two stages, or one of float32
         bias = 2 * self.block_m * self.block_n * self.bias_tiles
-        return 1024 + self.q_buffers * (q + 64) + 64 * self.q_apart + self.stages * (kv + bias + 36) + words
+        words += 64 * self.q_apart + 32 * self.bias_tiles
+        return 1024 + self.q_buffers * (q + 64) + self.stages * (kv + bias + 36) + words
 
     @property
     def threads(self) -> int:
@@ -72,6 +75,8 @@ def tile_count(spec: AttentionSpec, block_m: int) -> int:
 def _few_rows(spec: AttentionSpec, device: Device) -> bool:
     """Whether 128 rows a tile leave SMs idle, or most of a tile's rows empty; then 64 are better."""
     uneven = common.hides_right(spec) and spec.seqlen_q > 128  # the longest tile then decides
+    if max(spec.head_dim, spec.head_dim_v) > 128 and not featured(spec):
+        uneven = False  # products decide, and those of 64 rows read as much of K and V
     return spec.seqlen_q <= 64 or tile_count(spec, 128) <= device.sm_count // (1 if uneven else 2)
 
 
@@ -83,11 +88,12 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     d, dv = rounded(spec.head_dim), rounded(spec.head_dim_v)
     equal = not (common.hides_right(spec) or common.hides_left(spec) or spec.variable)
     few = _few_rows(spec, device)
+    rows, pair = (64, 0) if few else (128, 1)  # where warpgroups come in pairs, they take turns
     early = {64: 0, 96: 2}.get(max(d, dv), 3)  # exponentials that P V, longer with wide heads, hides
     if _cap_terms(spec) == 3:
         early = 1
     if featured(spec):
-        found = _featured_tile(spec, d, dv, 64 if few else 128)
+        found = _featured_tile(spec, d, dv, rows)
     elif max(d, dv) <= 128 and few:
         found = Tile(d, dv, 64, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
@@ -98,11 +104,11 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
-        found = Tile(d, dv, 128, 128, 2, 1, 1, COUNTER, early_exps=1, q_apart=1)  # no room for a second Q
+        found = Tile(d, dv, rows, 128, 2, 1, pair, COUNTER, early_exps=1)  # no room for a second Q
     elif max(d, dv) <= 192:
-        found = Tile(d, dv, 128, 112, 2, 1, 1, COUNTER, early_exps=1, q_apart=1)
+        found = Tile(d, dv, rows, 112, 2, 1, pair, COUNTER, early_exps=1, q_apart=0 if equal else pair)
     else:  # O alone takes 128 registers
-        found = Tile(d, dv, 128, 80, 2, 1, 1, COUNTER, early_exps=2, q_apart=1)
+        found = Tile(d, dv, rows, 80, 2, 1, pair, COUNTER, early_exps=2, q_apart=pair)
     found = replace(found, mask_first=int(common.hides_left(spec) or 64 < max(d, dv) <= 128))
     if equal or tile_count(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
@@ -120,14 +126,16 @@ def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     early = 3 if wide and spec.mask is None and spec.dropout_p == 0 else 0
     if spec.bias is not None and not _bias_tiles(spec):
         early = 0  # registers: the bias is in them
-    found = Tile(d, dv, block_m, 128, stages, q_buffers, 0, COUNTER, early_exps=early)
+    one = int(q_buffers == 1)
+    found = Tile(d, dv, block_m, 128, stages, q_buffers, one, COUNTER, early_exps=early, q_apart=one)
     return replace(found, bias_tiles=int(_bias_tiles(spec)))
 
 
 def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     """One Q; 64 keys a step leave room for a bias, and 128 are too many beside it or at 256 head dims."""
     block_n = 128 if d <= 192 and dv <= 128 and spec.bias is None and spec.dropout_p == 0 else 64
-    early, pair = 2 if spec.bias is not None else 0, int(block_m > 64)
+    early = 2 if spec.bias is not None and spec.bias.dtype == spec.dtype else 0
+    pair = int(block_m > 64)
     found = Tile(d, dv, block_m, block_n, 2, 1, pair, COUNTER, early_exps=early, q_apart=pair)
     return replace(found, bias_tiles=int(_bias_tiles(spec)))
 
@@ -195,11 +203,12 @@ def _bias_of_keys(spec: AttentionSpec) -> bool:
 
 
 def _bias_tiles(spec: AttentionSpec) -> bool:
-    """Whether TMA can bring the bias: 16 bits, rows of its own that start on 16 bytes."""
+    """Whether TMA can bring the bias: rows of its own that start on 16 bytes."""
     bias = spec.bias
-    if bias is None or bias.dtype != spec.dtype or bias.align < 16:
+    if bias is None or bias.align < 16:
         return False
-    fit = all(0 <= stride * 2 < 1 << 40 and stride % 8 == 0 for stride in bias.strides[:3])
+    size = ITEMSIZE[bias.dtype]
+    fit = all(0 <= stride * size < 1 << 40 and stride * size % 16 == 0 for stride in bias.strides[:3])
     return fit and bias.strides[2] > 0 and bias.strides[3] == 1
 
 
@@ -208,13 +217,14 @@ def _bias_map(spec: AttentionSpec, t: Tile) -> TensorMap:
     bias = spec.bias
     assert bias is not None
     batch, heads, rows, columns = bias.shape
-    stride_b, stride_h, stride_q, _ = (2 * stride for stride in bias.strides)
+    size = ITEMSIZE[bias.dtype]
+    stride_b, stride_h, stride_q, _ = (size * stride for stride in bias.strides)
     return TensorMap(
         buffer="bias",
         dtype=bias.dtype,
         dims=(columns, rows, heads if stride_h else 1, batch if stride_b else 1),
         strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
-        box=(64, t.block_m, 1, 1),
+        box=(64, t.block_m, 1, 1) if size == 2 else (32, 64, 1, 1),  # float32: by warpgroups
         swizzle=128,
     )
 
