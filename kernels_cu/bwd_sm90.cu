@@ -30,6 +30,14 @@
 #define DQ_SPLIT (D == 128)                      // dQ^T's warpgroups split its head dims; otherwise its query rows
 #define DQ_N (DQ_SPLIT ? BLOCK_M : BLOCK_M / 2)  // query rows of a warpgroup's part of dQ^T
 
+// Where a tile's first 64 query rows see no key of the second warpgroup, as on a causal diagonal, those scores are cut out.
+#ifndef CUT
+#define CUT 0
+#endif
+static_assert(!CUT || BLOCK_M == 64 || (BLOCK_M == 128 && !DQ_SPLIT), "dQ's part of a cut tile has all of its keys, or 64");
+static_assert(!CUT || !(SKIPPING || DROPOUT || BIAS || TRANSFORM), "whole tiles");
+enum Cut { WHOLE, CUT_FIRST, CUT_SECOND };  // for the first warpgroup, for the second
+
 // ------------------------------------------------------------------------------------------------ dQ writers
 #define STORED (1 << 20)  // in a block's turns: its first sum is there
 
@@ -101,7 +109,8 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
-__device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base, int part) {
+__device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const TMap* map_dk, [[maybe_unused]] const TMap* map_dv,
+                                        const Work& w, u32 base, int part) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int group = group_of(p), steps = steps_of(p, w, group);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
@@ -155,23 +164,25 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   if (keys < BLOCK_N) clean_end = clean_begin;
 
   const u32 base16 = (base & 0x3FFFF) >> 4;
-  float s[BLOCK_M / 2], dp[BLOCK_M / 2];
-  auto issue_s = [&](int stage) INLINE {  // S^T = K Q^T
+  auto issue_s = [&](auto& s, int stage) INLINE {  // S^T = K Q^T, of a tile's last query rows
+    constexpr int rows = sizeof(s) / 2, from = BLOCK_M - rows;
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-      Wgmma<BLOCK_M>::ss(s, operand(base16 + part * 512, S_K + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
-                         operand(base16 + stage * (Q_BYTES >> 4), S_Q + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
+      Wgmma<rows>::ss(s, operand(base16 + part * 512, S_K + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
+                      operand(base16 + stage * (Q_BYTES >> 4), S_Q + (k >> 2) * (BLOCK_M * 128) + from * 128 + 32 * (k & 3), 16),
+                      k > 0);
     wgmma_commit();
   };
   u32 v_rows[4 * V_REGS + 1];  // the first columns of this warpgroup's V as A operand
-  [[maybe_unused]] auto issue_dp = [&](int stage) INLINE {  // dP^T = V dO^T
+  [[maybe_unused]] auto issue_dp = [&](auto& dp, int stage) INLINE {  // dP^T = V dO^T
+    constexpr int rows = sizeof(dp) / 2, from = BLOCK_M - rows;
 #pragma unroll
     for (int k = 0; k < DV / 16; k++) {
-      const u64 g = operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16);
+      const u64 g = operand(base16 + stage * (DO_BYTES >> 4), S_DO + (k >> 2) * (BLOCK_M * 128) + from * 128 + 32 * (k & 3), 16);
       if (k < V_REGS)
-        Wgmma<BLOCK_M>::rs(dp, v_rows[4 * k], v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3], g, k > 0);
+        Wgmma<rows>::rs(dp, v_rows[4 * k], v_rows[4 * k + 1], v_rows[4 * k + 2], v_rows[4 * k + 3], g, k > 0);
       else
-        Wgmma<BLOCK_M>::ss(dp, operand(base16 + part * 512, S_V + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16), g, k > 0);
+        Wgmma<rows>::ss(dp, operand(base16 + part * 512, S_V + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16), g, k > 0);
     }
     wgmma_commit();
   };
@@ -198,8 +209,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   Ring rq{0, 0}, rdo{0, 0};
   int m = w.m_first, left = steps;
   [[maybe_unused]] int head = 0;  // in the group
-  auto step = [&](int ds_buffer, auto is_last) INLINE {
+  auto step = [&](int ds_buffer, auto is_last, auto is_cut) INLINE {
     constexpr bool last = decltype(is_last)::value;
+    constexpr Cut cut = decltype(is_cut)::value;
+    constexpr int FROM = cut == CUT_SECOND ? 64 : 0, ROWS = BLOCK_M - FROM;  // this warpgroup's scores
+    constexpr bool SCORES = ROWS > 0;
+    // Where dQ's rows end, and its keys: of those cut out none
+    [[maybe_unused]] constexpr int DQ_END = cut == CUT_FIRST || DQ_SPLIT ? DQ_N : 2 * DQ_N;
+    [[maybe_unused]] constexpr int DQ_KEYS = cut != WHOLE && DQ_END <= 64 ? 64 : BLOCK_N;
+    [[maybe_unused]] float s[SCORES ? ROWS / 2 : 1], dp[SCORES ? ROWS / 2 : 1];
     const int q_stage = rq.stage;
 #if SKIPPING
     mbarrier_wait(base + BAR_Q_FULL + 8 * rq.stage, rq.parity);
@@ -218,13 +236,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
     if (PINGPONG) barrier_sync(ID_TURN + part, 256);
     wgmma_fence();
-    issue_s(rq.stage);
+    if constexpr (SCORES) issue_s(s, rq.stage);
 #if !SCATTERED
     wait_do(rdo, m);
 #endif
 #if NEED_DS
     wgmma_fence();
-    issue_dp(rdo.stage);
+    if constexpr (SCORES) issue_dp(dp, rdo.stage);
 #endif
     if (PINGPONG && !(last && part == 1)) barrier_arrive(ID_TURN + 1 - part, 256);
     features.load_mask(w.head_kv * group + head, m);
@@ -235,12 +253,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     kept_weights(kept, p, key, w.seen.row_begin + m * BLOCK_M, (w.seen.key_begin + key0) / 32 + 2 * part + (warp >> 1),
                  base + S_KEPT + ds_buffer * KEPT_BYTES, part, warp, lane);
 #endif
-    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from;
+    const u32 lse_at = base + S_LSE + q_stage * ROW_BYTES + row_from + FROM * 4;
     [[maybe_unused]] float2 ahead[LSE_AHEAD + 1];
 #pragma unroll
-    for (int i = 0; i < LSE_AHEAD; i++) ahead[i] = shared_load_f2(lse_at + i * 32);
-    wgmma_wait<NEED_DS>();
-    touch(s);
+    for (int i = 0; i < (SCORES ? LSE_AHEAD : 0); i++) ahead[i] = shared_load_f2(lse_at + i * 32);
+    if constexpr (SCORES) {
+      wgmma_wait<NEED_DS>();
+      touch(s);
+    }
 #if BIAS
 #if ALIBI
     const float far = (float)(m * BLOCK_M - key0 - row + offset), slope = slopes[w.head_kv * group + head];
@@ -274,10 +294,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       if (ALIBI) s[i] -= slope * distance(i);
     }
 #endif
-    if (m < clean_begin || m >= clean_end) {
-      const int shift = m * BLOCK_M;
+    if (SCORES && (m < clean_begin || m >= clean_end)) {
+      const int shift = m * BLOCK_M + FROM;
 #pragma unroll
-      for (int i = 0; i < BLOCK_M / 2; i++) {
+      for (int i = 0; i < ROWS / 2; i++) {
         const int column = 8 * (i >> 2) + (i & 1) + shift;
         bool seen = column >= ((i & 2) ? low1 : low0);
 #if HAS_LEFT
@@ -291,7 +311,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
     rq.next(STAGES);
 #pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; i += 4) {  // S^T -> P^T
+    for (int i = 0; i < ROWS / 2; i += 4) {  // S^T -> P^T
       const float2 l = i / 4 < LSE_AHEAD ? ahead[min(i / 4, LSE_AHEAD)] : shared_load_f2(lse_at + i * 8);
 #if NATURAL
 #pragma unroll
@@ -304,13 +324,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
     }
 #if NEED_DS
-    wgmma_wait<0>();
-    touch(dp);
+    if constexpr (SCORES) {
+      wgmma_wait<0>();
+      touch(dp);
+    }
 #endif
-    [[maybe_unused]] u32 pp[BLOCK_M / 4], ds[BLOCK_M / 4];
-    [[maybe_unused]] const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from;
+    [[maybe_unused]] u32 pp[SCORES ? ROWS / 4 : 1], ds[SCORES ? ROWS / 4 : 1];
+    [[maybe_unused]] const u32 delta_at = base + S_DELTA + rdo.stage * ROW_BYTES + row_from + FROM * 4;
 #pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; i += 4) {
+    for (int i = 0; i < ROWS / 2; i += 4) {
 #if NEED_DS
       float2 d = shared_load_f2(delta_at + i * 8);
 #endif
@@ -356,28 +378,32 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     }
 #if WANT_DQ
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 16; j++)
-      stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+    for (int j = 0; j < ROWS / 16; j++)
+      stmatrix_x4_trans(ds_to + ds_buffer * DS_BYTES + FROM * 128 + j * 2048, ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+                        ds[4 * j + 3]);
 #endif
     auto add_dk = [&]() INLINE {  // dK += dS^T Q
 #if WANT_DK
+      if constexpr (!SCORES) return;
       touch(dk);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < BLOCK_M / 16; k++)
+      for (int k = 0; k < ROWS / 16; k++)
         Wgmma<D>::template rs<1>(dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
-                                 operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + k * 2048, BLOCK_M * 128), 1);
+                                 operand(base16 + q_stage * (Q_BYTES >> 4), S_Q + FROM * 128 + k * 2048, BLOCK_M * 128), 1);
       wgmma_commit();
 #endif
     };
 #if WANT_DV
-    touch(dv);
-    wgmma_fence();
+    if constexpr (SCORES) {
+      touch(dv);
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; k++)  // dV += P^T dO
-      Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
-                                operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + k * 2048, BLOCK_M * 128), 1);
-    wgmma_commit();
+      for (int k = 0; k < ROWS / 16; k++)  // dV += P^T dO
+        Wgmma<DV>::template rs<1>(dv, pp[4 * k], pp[4 * k + 1], pp[4 * k + 2], pp[4 * k + 3],
+                                  operand(base16 + rdo.stage * (DO_BYTES >> 4), S_DO + FROM * 128 + k * 2048, BLOCK_M * 128), 1);
+      wgmma_commit();
+    }
 #endif
 #if WANT_DQ
     proxy_fence();
@@ -385,7 +411,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     float dq[DQ_N / 2];
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_N / 16; k++)  // dQ^T = K^T dS^T
+    for (int k = 0; k < DQ_KEYS / 16; k++)  // dQ^T = K^T dS^T
       Wgmma<DQ_N>::template ss<1, 0>(
           dq, operand(base16 + (DQ_SPLIT ? part * (BLOCK_N * 8) : 0), S_K + k * 2048, BLOCK_N * 128),
           operand(base16 + ds_buffer * (DS_BYTES >> 4) + (DQ_SPLIT ? 0 : part * (DQ_N * 8)),
@@ -396,13 +422,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     add_dk();
 #endif
 #if WANT_DV
-    wgmma_wait<NEED_DS>();
-    touch(dv);
+    if constexpr (SCORES) {
+      wgmma_wait<NEED_DS>();
+      touch(dv);
+    }
 #endif
     if (lane == 0) mbarrier_arrive(base + BAR_DO_EMPTY + 8 * rdo.stage);
 #if WANT_DQ
     add_dk();
-    wgmma_wait<WANT_DK>();
+    wgmma_wait<WANT_DK && SCORES>();
     touch(dq);
     const int dq_tile = DQ_TILES > 1 ? ds_buffer : 0;
     barrier_sync(DQ_EMPTY(part, dq_tile), 160);
@@ -414,8 +442,10 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #endif
     rdo.next(STAGES_DO);
 #if WANT_DK
-    wgmma_wait<0>();
-    touch(dk);
+    if constexpr (SCORES) {
+      wgmma_wait<0>();
+      touch(dk);
+    }
 #endif
     if (lane == 0) mbarrier_arrive(base + BAR_Q_EMPTY + 8 * q_stage);
 #if !SKIPPING
@@ -447,12 +477,32 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   if (steps > 0) {
     if (PINGPONG && part == 1) barrier_arrive(ID_TURN, 256);
     int buffer = 0;
+#if CUT  // only the first step, so that the others' code stays as it is
+    if (left > 1 && m * BLOCK_M + 63 + w.seen.right < key0 + 64) {
+      if (part == 0)
+        step(buffer, False(), Constant<CUT_FIRST>());
+      else
+        step(buffer, False(), Constant<CUT_SECOND>());
+      buffer ^= 1;
+    }
+#endif
 #pragma unroll 1
-    for (; left > 1; buffer ^= 1) step(buffer, False());
-    step(buffer, True());
+    for (; left > 1; buffer ^= 1) step(buffer, False(), Constant<WHOLE>());
+    step(buffer, True(), Constant<WHOLE>());
   }
 
   dependency_wait();
+#if STORE_BOXES
+#if WANT_DV
+  store_boxes<DV>(dv, DROPOUT ? (float)p.dropout_scale : 1.f, base + S_V + part * 8192, BLOCK_N * 128, map_dv, w, part * 64, warp,
+                  lane);
+#endif
+#if WANT_DK
+  barrier_sync(ID_DS, 256);  // K is free: both warpgroups have their dQ
+  store_boxes<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, map_dk, w, part * 64, warp, lane);
+#endif
+  bulk_wait_read<0>();
+#else
   const i64 at = key0 + part * 64;
   u16* dv_to = (u16*)p.dv + first_key(w.seen, w.head_kv, p.dv_stride_b, p.dv_stride_h, p.dv_stride_s) + at * p.dv_stride_s;
   u16* dk_to = (u16*)p.dk + first_key(w.seen, w.head_kv, p.dk_stride_b, p.dk_stride_h, p.dk_stride_s) + at * p.dk_stride_s;
@@ -466,12 +516,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   store_gradient<D>(dk, softmax_scale, base + S_K + part * 8192, BLOCK_N * 128, dk_to, p.dk_stride_s, rows, (int)p.head_dim, warp,
                     lane);
 #endif
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
                             const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
-                            const __grid_constant__ TMap map_do AND_MAP_BIAS) {
+                            const __grid_constant__ TMap map_do AND_MAP_BIAS AND_MAP_DK AND_MAP_DV) {
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
@@ -481,23 +532,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (WANT_DQ && job.role != NOTHING) do_share(p, job, base);
     return;
   }
-  if (threadIdx.x == 0) init_barriers(base);
-  __syncthreads();
   const Work w = work_of(p, job);
   if (w.n * BLOCK_N >= w.seen.keys) {
     hide(p, w);
     return;
   }
+  if (threadIdx.x == 0) {
+    init_barriers(base);
+    load_keys(p, &map_k, &map_v, w, base);
+  }
+  __syncthreads();
   if (warpgroup == 0) {
     registers_give<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) produce(p, &map_q, &map_k, &map_v, &map_do, MAP_BIAS, w, base);
+      if (threadIdx.x == 0) produce(p, &map_q, nullptr, nullptr, &map_do, MAP_BIAS, w, base);
     } else if (WANT_DQ && warp <= CONSUMERS) {
       write_dq(p, w, base, warp - 1, threadIdx.x & 31);
     }
   } else {
     registers_take<240>();
-    consume(p, w, base, warpgroup - 1);
+    consume(p, MAP_DK, MAP_DV, w, base, warpgroup - 1);
   }
 }

@@ -20,6 +20,22 @@
 #define BIAS_TILES 0
 #endif
 #define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
+// dK and dV go out by TMA, which leaves out what lies beyond the keys
+#define STORE_BOXES (D == 128 && DV == 128 && !(VARIABLE || SKIPPING || DROPOUT || BIAS))
+#if STORE_BOXES && WANT_DK
+#define MAP_DK &map_dk
+#define AND_MAP_DK , const __grid_constant__ TMap map_dk
+#else
+#define MAP_DK nullptr
+#define AND_MAP_DK
+#endif
+#if STORE_BOXES && WANT_DV
+#define MAP_DV &map_dv
+#define AND_MAP_DV , const __grid_constant__ TMap map_dv
+#else
+#define MAP_DV nullptr
+#define AND_MAP_DV
+#endif
 #define WORDS (BLOCK_M / 64)  // of a thread's scores, a bit each
 static_assert(!(MASK || DROPOUT) || BLOCK_M % 64 == 0, "whole words of bits");
 static_assert(!(BIAS && SOFTCAP), "the softcap's slope is found from the weight without the bias");
@@ -71,6 +87,9 @@ struct True {
 };
 struct False {
   static constexpr bool value = false;
+};
+template <auto X> struct Constant {
+  static constexpr auto value = X;
 };
 
 // Descriptor of the operand at byte `offset` of shared memory; only the low word moves, so that it stays in uniform registers.
@@ -251,12 +270,14 @@ __device__ __forceinline__ int turn_of([[maybe_unused]] const Params& p, const W
 }
 
 // ------------------------------------------------------------------------------------------------ producer
-__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
-                                        const TMap* map_do, [[maybe_unused]] const TMap* map_bias, const Work& w, u32 base) {
-  const int group = group_of(p), batch = VARLEN ? 0 : w.seen.entry.batch;
-  // With variable lengths the maps hold whole arrays; otherwise they begin at the first visible row or key.
-  const int key0 = w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
-  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
+// A key block's first row in the tensor maps. With variable lengths they hold whole arrays; otherwise they begin at the first
+// visible row or key.
+__device__ __forceinline__ int key_in_map(const Work& w) {
+  return w.n * BLOCK_N + (VARIABLE ? (int)w.seen.entry.start_kv + w.seen.key_begin : 0);
+}
+
+__device__ __forceinline__ void load_keys(const Params& p, const TMap* map_k, const TMap* map_v, const Work& w, u32 base) {
+  const int batch = VARLEN ? 0 : w.seen.entry.batch, key0 = key_in_map(w);
   mbarrier_expect(base + BAR_K, K_BYTES);
 #pragma unroll
   for (int x = 0; x < D / 64; x++)
@@ -267,6 +288,14 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
   for (int x = 0; x < DV / 64; x++)
     tma_load(base + S_V + x * BLOCK_N * 128, map_v, 64 * x, key0, w.head_kv, batch, base + BAR_V);
 #endif
+}
+
+// Without map_k, K and V are on their way already.
+__device__ __forceinline__ void produce(const Params& p, const TMap* map_q, const TMap* map_k, const TMap* map_v,
+                                        const TMap* map_do, [[maybe_unused]] const TMap* map_bias, const Work& w, u32 base) {
+  const int group = group_of(p), batch = VARLEN ? 0 : w.seen.entry.batch;
+  const int row0 = VARIABLE ? (int)w.seen.entry.start_q + w.seen.row_begin : 0;
+  if (map_k) load_keys(p, map_k, map_v, w, base);
   // NOTE: racecheck reports the bulk copies of LSE and delta against the consumers' reads, as it does for any ring of bulk copies:
   // it does not see that they wait for the EMPTY barriers.
   dependency_wait();
@@ -305,17 +334,22 @@ __device__ __forceinline__ void produce(const Params& p, const TMap* map_q, cons
 }
 
 // ------------------------------------------------------------------------------------------------ consumers
-// Writes a warp's 16 rows of a gradient (64 x DIM accumulator, rows = keys), staged in shared memory at `stage`
-// (slabs of `slab` bytes): whole 16-byte pieces of rows below `rows`, columns below `columns`.
+// A warp's 16 rows of a gradient (64 x DIM accumulator, rows = keys) into shared memory at `stage` (slabs of `slab` bytes).
 template <int DIM>
-__device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, u16* out,
-                                               i64 stride, int rows, int columns, int warp, int lane) {
+__device__ __forceinline__ void stage_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, int warp, int lane) {
   const int r = warp * 16 + (lane & 15);
 #pragma unroll
   for (int j = 0; j < DIM / 16; j++)
     stmatrix_x4(stage + (j >> 2) * slab + r * 128 + (((2 * (j & 3) + (lane >> 4)) ^ (r & 7)) << 4),
                 pack_half2(x[8 * j] * scale, x[8 * j + 1] * scale), pack_half2(x[8 * j + 2] * scale, x[8 * j + 3] * scale),
                 pack_half2(x[8 * j + 4] * scale, x[8 * j + 5] * scale), pack_half2(x[8 * j + 6] * scale, x[8 * j + 7] * scale));
+}
+
+// Writes them by way of there: whole 16-byte pieces of rows below `rows`, columns below `columns`.
+template <int DIM>
+__device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, u16* out,
+                                               i64 stride, int rows, int columns, int warp, int lane) {
+  stage_gradient<DIM>(x, scale, stage, slab, warp, lane);
   __syncwarp();
   constexpr int LANES = DIM / 8, ROWS = 32 / LANES;  // 16-byte pieces of a row; rows at a time
 #pragma unroll
@@ -326,6 +360,23 @@ __device__ __forceinline__ void store_gradient(const float (&x)[DIM / 2], float 
     if (row < rows && piece * 8 < columns) *(uint4*)(out + row * stride + piece * 8) = v;
   }
 }
+
+#if STORE_BOXES
+// The same by TMA, for the warpgroup's keys from number `key` of the CTA's block on. Wait for the reads before the end.
+template <int DIM>
+__device__ __forceinline__ void store_boxes(const float (&x)[DIM / 2], float scale, u32 stage, u32 slab, const TMap* map,
+                                            const Work& w, int key, int warp, int lane) {
+  stage_gradient<DIM>(x, scale, stage, slab, warp, lane);
+  proxy_fence();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < DIM / 64; i++)
+      tma_store(map, 64 * i, w.n * BLOCK_N + key + warp * 16, w.head_kv, w.seen.entry.batch, stage + i * slab + warp * 2048);
+    bulk_commit();
+  }
+}
+#endif
 
 #if VARIABLE
 // Rows [from, ROWS) of a tile become zeros: what a neighbour or padding left there may be NaN. Each warpgroup writes them all,

@@ -71,6 +71,22 @@ def test_every_tile_fits(head_dim: int) -> None:
         assert tile.head_dim >= head_dim
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "length", "options", "rows", "cut"),
+    [
+        (64, 1000, {"causal": True}, 128, 1), (64, 1000, {}, 128, 0),
+        (64, 1000, {"window_size": (-1, 50)}, 128, 1), (128, 1000, {"causal": True}, 64, 1),
+        (64, 1000, {"causal": True, "deterministic": True}, 128, 0), (128, 2000, {"causal": True}, 64, 0),
+        (128, 9000, {"window_size": (600, 0)}, 64, 1), (128, 9000, {"causal": True}, 64, 0),
+        (128, 9000, {}, 80, 0), (256, 1000, {"causal": True}, 64, 0),
+        (128, 1000, {"causal": True, "deterministic": True}, 80, 0),
+    ],
+)  # fmt: skip
+def test_tiles_of_plain_calls(head_dim: int, length: int, options: Any, rows: int, cut: int) -> None:
+    tile = family.tile_of(spec_of(head_dim, lengths=(length, length), **options))
+    assert (tile.block_m, tile.cut) == (rows, cut)
+
+
 FEATURES: list[dict[str, Any]] = [
     {"mask": (2, 4, 1000, 1000)}, {"mask": (2, 1, 1, 1000), "segments": True}, {"dropout_p": 0.1},
     {"bias": ("bfloat16", (4, 1000, 1000))},
@@ -212,7 +228,8 @@ def test_the_program(head_dim: int, causal: bool) -> None:
     assert program.inputs == ("q", "k", "v", "out", "lse", "dout")
     assert [b.name for b in program.outputs] == ["dq", "dk", "dv"]
     main = launches(spec_of(head_dim, causal=causal))[1]
-    assert [m.buffer for m in main.tensor_maps] == ["q", "k", "v", "dout"]
+    stored = ["dk", "dv"] if head_dim == 128 else []
+    assert [m.buffer for m in main.tensor_maps] == ["q", "k", "v", "dout", *stored]
     for tensor_map in main.tensor_maps:
         assert all(stride % 16 == 0 and stride > 0 for stride in tensor_map.strides)
     floats = sum(b.shape[0] * b.shape[1] * b.shape[2] for b in program.workspace if b.name == "dq_accum")

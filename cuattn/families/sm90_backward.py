@@ -47,6 +47,7 @@ class Tile:
     skipping: int = 0  # whether mask or segments empty tiles
     dropout: int = 0
     own_dim_v: int = 0  # rounded up, where it is another than ``head_dim``
+    cut: int = 0  # whether the first step on an edge leaves out what no row sees
 
     @property
     def head_dim_v(self) -> int:
@@ -79,6 +80,7 @@ TILES = {
 # for all but long sequences without an edge, where they are level (docs/performance/hopper_backward.md).
 SHORT = Tile("bwd_sm90", 128, 64, 128, 2, 2, 2, 1, 4, 4)
 SHORT_ROWS = 4096
+CUT_ROWS = 2048  # that a key/value head's keys see at most: more steps gain nothing from one that is cut
 FEW_STEPS = 10  # of a CTA of the main kernel: it ends without waiting for its sums of dQ
 
 
@@ -98,9 +100,16 @@ def tile_of(spec: AttentionSpec) -> Tile:
         return _featured_tile(spec, tile)
     if _transformed(spec):
         return replace(tile, block_m=64, v_regs=0, lse_ahead=0)
-    edge = common.hides_right(spec) or _rows_of_a_key(spec) <= SHORT_ROWS
-    short = edge and not spec.deterministic
-    return SHORT if short and tile.head_dim == SHORT.head_dim else tile
+    return tile if spec.deterministic or tile.head_dim > 128 else _plain_tile(spec, tile)
+
+
+def _plain_tile(spec: AttentionSpec, tile: Tile) -> Tile:
+    """For sums in any order, up to 128 head dims."""
+    rows, right = _rows_of_a_key(spec), common.hides_right(spec)
+    if tile.head_dim == SHORT.head_dim and (right or rows <= SHORT_ROWS):
+        tile = SHORT
+    few = rows * spec.group <= CUT_ROWS and not spec.variable
+    return replace(tile, cut=1) if right and few else tile
 
 
 def _rows_of_a_key(spec: AttentionSpec) -> int:
@@ -452,6 +461,21 @@ def _bias_map(spec: AttentionSpec, tile: Tile) -> TensorMap:
     )
 
 
+def _gradient_maps(
+    spec: AttentionSpec, tile: Tile, wants: frozenset[str], begin: int, end: int
+) -> tuple[TensorMap, ...]:
+    """Boxes of a warp's 16 keys of dk and dv, where they go out by TMA."""
+    if spec.variable or _featured(spec) or (tile.head_dim, tile.head_dim_v) != (128, 128):
+        return ()
+
+    def found(name: str, given: Operand) -> TensorMap:
+        strides = spec.strides_of(spec.heads_kv, spec.seqlen_kv, given.shape[-1])
+        own = Operand(spec.dtype, given.shape, (*strides, 1))
+        return tensor_map(f"d{name}", own, begin, end, 16)
+
+    return tuple(found(n, x) for n, x in (("k", spec.k), ("v", spec.v)) if n in wants)
+
+
 def _launches(
     spec: AttentionSpec,
     device: Device,
@@ -480,6 +504,7 @@ def _launches(
         ("DQ_TILES", tile.dq_tiles),
         ("LSE_AHEAD", tile.lse_ahead),
         ("V_REGS", tile.v_regs if "q" in wants else tile.v_regs // 2),  # else dK and dV spill
+        *((("CUT", 1),) if tile.cut and "q" in wants else ()),  # else a few registers spill
     )
     shared = [(x, x) for x in operands]
     if "q" in wants:
@@ -524,6 +549,7 @@ def _launches(
             tensor_map("v", spec.v, key_begin, key_end, tile.block_n),
             tensor_map("dout", dout, row_begin, row_end, tile.block_m),
             *((_bias_map(spec, tile),) if tile.bias_tiles else ()),
+            *_gradient_maps(spec, tile, wants, key_begin, key_end),
         ),
     )
     convert = Launch(
