@@ -179,11 +179,3 @@ extern "C" __global__ void __launch_bounds__(THREADS) bwd_dbias(const __grid_con
         }
       }
 }
-
-extern "C" __global__ void __launch_bounds__(THREADS) bwd_dbias_sum(const __grid_constant__ Params p) {
-  const i64 element = (i64)blockIdx.x * THREADS + threadIdx.x;
-  if (element >= p.aux4) return;
-  float sum = 0.f;
-  for (i64 part = 0; part < p.aux0; part++) sum += ((const float*)p.scratch)[part * p.aux4 + element];
-  ((BiasElement*)p.dbias)[element] = from_accum<BiasElement>(sum);
-}

@@ -15,6 +15,15 @@
 #ifndef LSE_AHEAD  // pairs of LSE that a thread fetches before its scores are there
 #define LSE_AHEAD 0
 #endif
+#ifndef DBIAS_TILES  // dS is the bias's gradient as well: it leaves by TMA, with dQ
+#define DBIAS_TILES 0
+#endif
+#ifndef DBIAS_ZEROS  // a warp of its own writes zeros above the key block's first query block
+#define DBIAS_ZEROS 0
+#endif
+#ifndef DBIAS_SUMS  // dS of a key's queries is summed, for the gradient of a bias of keys
+#define DBIAS_SUMS 0
+#endif
 #define DS_TILES (WANT_DQ ? 2 : 0)
 #define DQ_BYTES (WANT_DQ ? BLOCK_M * HEAD_DIM * 4 : 0)
 #include "bwd_sm90_scores.cuh"
@@ -25,6 +34,15 @@
 #else
 #define MAP_BIAS nullptr
 #define AND_MAP_BIAS
+#endif
+
+#if DBIAS_TILES
+#define MAP_DBIAS &map_dbias
+#define AND_MAP_DBIAS , const __grid_constant__ TMap map_dbias
+static_assert(BIAS == 1 && WANT_DQ && DQ_TILES == 1, "dS stays where it is until dQ's only tile is free");
+#else
+#define MAP_DBIAS nullptr
+#define AND_MAP_DBIAS
 #endif
 
 #define DQ_SPLIT (D == 128)                      // dQ^T's warpgroups split its head dims; otherwise its query rows
@@ -58,7 +76,8 @@ __device__ __forceinline__ bool may_store([[maybe_unused]] const Params& p, cons
 
 // Adds warpgroup `part`'s half of each dQ tile to global memory. Who comes first stores, so that nothing needs to be zeroed.
 // NOTE: waits for others only when its own sums are there and others know it, so that nobody waits for who waits.
-__device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 base, int part, int lane) {
+__device__ __forceinline__ void write_dq(const Params& p, const Work& w, [[maybe_unused]] const TMap* map_dbias, u32 base, int part,
+                                         int lane) {
   const int group = group_of(p);
   const u32 src = base + S_DQ + part * (DQ_BYTES / 2);
   int left = steps_of(p, w, group);
@@ -66,6 +85,7 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
   if (DQ_TILES > 1 && left > 1) barrier_arrive(DQ_EMPTY(part, 1), 160);
   dependency_wait();
   int tile = 0;  // of dQ in shared memory
+  [[maybe_unused]] u32 ds = base + S_DS + part * (BLOCK_M * 128);
   int* pass = nullptr;  // turns to hand on when the last sum is there
   for (int g = 0; g < group; g++) {
     const int block = (int)(first_sum(p, w.seen, w.head_kv * group + g) / BLOCK_M);
@@ -93,9 +113,14 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
           bulk_store(dst, src + tile * DQ_BYTES, DQ_BYTES / 2);
         else
           bulk_reduce_add_f32(dst, src + tile * DQ_BYTES, DQ_BYTES / 2);
+#if DBIAS_TILES
+        tma_store(map_dbias, w.seen.key_begin + w.n * BLOCK_N + 64 * part, w.seen.row_begin + m * BLOCK_M, w.head_kv * group + g,
+                  w.seen.entry.batch, ds);
+#endif
         bulk_commit();
         bulk_wait_read<0>();
       }
+      if (DBIAS_TILES) ds = 2 * (base + S_DS + part * (BLOCK_M * 128)) + DS_BYTES - ds;
       __syncwarp();
       if (--left >= DQ_TILES) barrier_arrive(DQ_EMPTY(part, tile), 160);
       if (DQ_TILES > 1) tile ^= 1;
@@ -107,6 +132,19 @@ __device__ __forceinline__ void write_dq(const Params& p, const Work& w, u32 bas
     if (p.aux4 > 0) pass_turn(slots_done(p, w.section), 1);
   }
 }
+
+#if DBIAS_ZEROS
+// Zeros where no query of the heads sees this key block's keys.
+__device__ __forceinline__ void zero_dbias(const Params& p, const Work& w, int lane) {
+  const int key = w.n * BLOCK_N + lane % 16 * 8, rows = min(w.seen.row_begin + w.m_begin * BLOCK_M, (int)p.seqlen_q);
+  if (key >= p.seqlen_kv) return;
+  for (int g = 0; g < group_of(p); g++) {
+    u16* to = (u16*)p.dbias + w.seen.entry.batch * p.dbias_stride_b + (w.head_kv * group_of(p) + g) * p.dbias_stride_h + key;
+    to += lane / 16 * p.dbias_stride_q;
+    for (int row = lane / 16; row < rows; row += 2, to += 2 * p.dbias_stride_q) *(uint4*)to = make_uint4(0, 0, 0, 0);
+  }
+}
+#endif
 
 // ------------------------------------------------------------------------------------------------ consumers
 __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const TMap* map_dk, [[maybe_unused]] const TMap* map_dv,
@@ -136,6 +174,10 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
   for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
   if (WANT_DK) touch(dk);
   if (WANT_DV) touch(dv);
+#if DBIAS_SUMS
+  static_assert(BIAS_OF_KEYS && NEED_DS, "the bias is alike for all queries");
+  float of_keys[2] = {0.f, 0.f};  // this thread's keys
+#endif
 
   const int key0 = w.n * BLOCK_N, row = part * 64 + warp * 16 + (lane >> 2);  // this thread's keys: row, row + 8
   const int keys = w.seen.keys - key0;  // of this block; may be more than BLOCK_N
@@ -368,6 +410,10 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
 #endif
         s[x] = SCATTERED && s[x] == 0.f ? 0.f : s[x] * dp[x];
       }
+#if DBIAS_SUMS
+      of_keys[0] += s[i] + s[i + 1];
+      of_keys[1] += s[i + 2] + s[i + 3];
+#endif
       ds[i / 2] = pack_half2(s[i], s[i + 1]);
       ds[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
 #else
@@ -492,6 +538,15 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
   }
 
   dependency_wait();
+#if DBIAS_SUMS
+  float* sums = (float*)p.dbias + w.seen.entry.batch * p.dbias_stride_b + w.head_kv * p.dbias_stride_h + w.seen.key_begin + key0 + row;
+#pragma unroll
+  for (int x = 0; x < 2; x++) {
+    of_keys[x] += __shfl_xor_sync(~0u, of_keys[x], 1);
+    of_keys[x] += __shfl_xor_sync(~0u, of_keys[x], 2);
+    if ((lane & 3) == 0 && row + 8 * x < keys) sums[8 * x] = of_keys[x];
+  }
+#endif
 #if STORE_BOXES
 #if WANT_DV
   store_boxes<DV>(dv, DROPOUT ? (float)p.dropout_scale : 1.f, base + S_V + part * 8192, BLOCK_N * 128, map_dv, w, part * 64, warp,
@@ -522,7 +577,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_sm90(const __grid_constant__ Params p, const __grid_constant__ TMap map_q,
                             const __grid_constant__ TMap map_k, const __grid_constant__ TMap map_v,
-                            const __grid_constant__ TMap map_do AND_MAP_BIAS AND_MAP_DK AND_MAP_DV) {
+                            const __grid_constant__ TMap map_do AND_MAP_BIAS AND_MAP_DBIAS AND_MAP_DK AND_MAP_DV) {
   extern __shared__ unsigned char memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
@@ -548,7 +603,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) produce(p, &map_q, nullptr, nullptr, &map_do, MAP_BIAS, w, base);
     } else if (WANT_DQ && warp <= CONSUMERS) {
-      write_dq(p, w, base, warp - 1, threadIdx.x & 31);
+      write_dq(p, w, MAP_DBIAS, base, warp - 1, threadIdx.x & 31);
+    } else {
+#if DBIAS_ZEROS
+      zero_dbias(p, w, threadIdx.x & 31);
+#endif
     }
   } else {
     registers_take<240>();

@@ -2,7 +2,7 @@
 // one fixed order, so that it is deterministic and needs no more memory than the bias. Scores are recomputed from LSE.
 //
 // A CTA owns one tile of the bias (a broadcast axis counts 1) and one of aux0 parts of the score tiles that add to it; with
-// several parts, part i writes to scratch + i * (elements of the bias), and bwd_wide_dbias_sum adds them up. aux1, aux2:
+// several parts, part i writes to scratch + i * (elements of the bias), and bwd_dbias_sum adds them up. aux1, aux2:
 // batches and heads of the bias; aux4: its elements. Defines: those of bwd_wide.cuh with STAGES 1, and WIDE.
 #include "bwd_wide.cuh"
 
@@ -119,12 +119,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) bwd_wide_dbias(const __gri
       }
     }
   }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) bwd_wide_dbias_sum(const __grid_constant__ Params p) {
-  const i64 element = (i64)blockIdx.x * THREADS + threadIdx.x;
-  if (element >= p.aux4) return;
-  Accum sum = 0;
-  for (i64 part = 0; part < p.aux0; part++) sum += ((const Accum*)p.scratch)[part * p.aux4 + element];
-  ((BiasElement*)p.dbias)[element] = (BiasElement)sum;
 }

@@ -58,6 +58,13 @@ SCORES: tuple[dict[str, Any], ...] = (
     {"operands": (("segments", ()),), "options": CAUSAL},
     {"options": OPTIONS[-2:]},
 )
+BIASES = tuple(
+    ((name, shape),)
+    for name, shape in (
+        ("bias", (2, 4, 256, 256)), ("bias", (1, 1, 256, 256)), ("bias_float32", (4, 256, 256)),
+        ("bias", (2, 1, 1, 256)),
+    )
+)  # fmt: skip
 NOT_100 = tuple(
     arch for arch in ARCHS if arch != 100
 )  # no tile of head dim 128 was measured there: the widest
@@ -76,6 +83,12 @@ ROWS = [
     *(Row("sm90", d, **x, tuned=True, archs=HOPPER) for d in (192, 256) for x in SCORES),
     *(Row("sm90", d, options=CAUSAL, backward=True, tuned=True, archs=HOPPER) for d in (64, 128)),
     *(Row("sm90", d, **x, backward=True, tuned=True, archs=HOPPER) for d in (128, 256) for x in SCORES),
+    *(
+        Row("sm90", d, operands=x, options=o, backward=True, tuned=True, archs=HOPPER)
+        for d in (64, 128)
+        for x in BIASES
+        for o in (FULL, CAUSAL)
+    ),
     Row("sm90", 64, options=OPTIONS[:2], operands=OPERANDS, backward=True, archs=HOPPER),
     *(Row("wide", 64, t, CAUSAL, backward=b) for t in ("float32", "float64") for b in (False, True)),
     # the float32 tiles that are fastest spill a few registers elsewhere: docs/performance/float32.md

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from cuattn.device import A100, H200
 from cuattn.families import sm90_backward as family
-from cuattn.program import Launch
+from cuattn.families.sm90_dbias import Way
+from cuattn.program import Launch, Memset
 from cuattn.spec import AttentionSpec, Signature, bind, row_major
 
 ALL = frozenset({"q", "k", "v"})
@@ -130,10 +132,66 @@ def test_a_broadcast_mask_is_packed_once() -> None:
     assert words((2, 1, 1, 1000)) == 2 * rows // 16
 
 
-def test_the_bias_gradient_has_row_sums_of_its_own() -> None:
-    program = family.backward(spec_of(bias=("float32", (4, 1000, 1000))), H200, frozenset({"q", "bias"}))
-    assert [b.name for b in program.outputs] == ["dq", "dbias"]
-    assert {"delta", "bias_delta"} <= {b.name for b in program.workspace}
+FULL_BIAS = (2, 4, 1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "way"),
+    [
+        (FULL_BIAS, "bfloat16", {}, Way.STORED), (FULL_BIAS, "bfloat16", {"causal": True}, Way.STORED),
+        (FULL_BIAS, "float32", {}, Way.PASS), (FULL_BIAS, "bfloat16", {"head_dim": 256}, Way.OTHER),
+        ((4, 1000, 1000), "bfloat16", {}, Way.PASS), ((1000, 1000), "float32", {"segments": True}, Way.PASS),
+        ((4, 1000, 1000), "bfloat16", {"causal": True, "kv_seqlens": True}, Way.PASS),
+        ((4, 1000, 1000), "bfloat16", {"segments": True, "causal": True, "kv_seqlens": True}, Way.OTHER),
+        ((2, 1, 1, 1000), "bfloat16", {"causal": True}, Way.OF_KEYS), ((1000,), "float32", {}, Way.OF_KEYS),
+        ((4, 1, 1000), "bfloat16", {}, Way.OTHER), ((4, 1000, 1), "bfloat16", {}, Way.OTHER),
+    ],
+)  # fmt: skip
+def test_who_makes_the_bias_gradient(
+    shape: tuple[int, ...], dtype: str, options: dict[str, Any], way: Way
+) -> None:
+    spec, wants = spec_of(bias=(dtype, shape), **options), ALL | {"bias"}
+    assert family._bias_way(spec, family.tile_of(spec), wants) == way
+    program = family.backward(spec, H200, wants)
+    assert [b.name for b in program.outputs] == ["dq", "dk", "dv", "dbias"]
+    assert program.outputs[-1].shape == shape and program.outputs[-1].dtype == dtype
+    sources = [step.kernel.source for step in program.steps if isinstance(step, Launch)]
+    held = {b.name: b.shape for b in program.workspace}
+    assert ("bwd_sm90_dbias" in sources) == (way == Way.PASS)
+    assert ("bwd_dbias" in sources) == ("bias_delta" in held) == (way == Way.OTHER)
+    main = next(
+        step for step in program.steps if isinstance(step, Launch) and step.grid[0] > 1 and step.block == 384
+    )
+    maps = [m.buffer for m in main.tensor_maps]
+    assert ("dbias" in maps) == (way == Way.STORED)
+    if way == Way.OF_KEYS:  # a sum for each entry and key/value head
+        assert math.prod(held["bias_parts"]) == 4 * 1000
+    # what is not stored for every element is set to zero first
+    memsets = {step.buffer for step in program.steps if isinstance(step, Memset)}
+    assert "dbias" not in memsets
+
+
+def test_a_stored_bias_gradient_starts_as_zeros_where_tiles_are_left_out() -> None:
+    def memsets(**options: Any) -> set[str]:
+        steps = family.backward(spec_of(bias=("bfloat16", FULL_BIAS), **options), H200, ALL | {"bias"}).steps
+        return {step.buffer for step in steps if isinstance(step, Memset)}
+
+    assert "dbias" not in memsets() | memsets(causal=True)
+    assert "dbias" in memsets(window_size=(64, 0)) & memsets(segments=True) & memsets(kv_seqlens=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_the_bias_pass_fits(head_dim: int, dtype: str, dropout_p: float) -> None:
+    spec = spec_of(head_dim, bias=(dtype, (4, 1000, 1000)), dropout_p=dropout_p)
+    program = family.backward(spec, H200, ALL | {"bias"})
+    steps = [step for step in program.steps if isinstance(step, Launch)]
+    found = next(step for step in steps if step.kernel.source == "bwd_sm90_dbias")
+    assert found.shared_memory <= H200.shared_memory_per_block
+    defines = dict(found.kernel.defines)
+    assert int(defines["SLOTS"]) >= 5
+    assert found.grid[0] <= H200.sm_count
 
 
 def test_refusals_say_why() -> None:

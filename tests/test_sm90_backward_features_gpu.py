@@ -12,13 +12,12 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
-from test_mma_backward_gpu import check, problem_arrays, run, same, unseen, wants_of
+from test_mma_backward_gpu import check, check_dropout_of_shards, problem_arrays, run, same, unseen, wants_of
 
 from cuattn import device
 from cuattn.backends import reference
 from cuattn.families import sm90_backward as family
-from cuattn.interop import adapters
-from cuattn.spec import AttentionSpec, bind
+from cuattn.spec import AttentionSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -131,34 +130,7 @@ def test_nothing_is_seen(head_dim: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_dropout_of_a_shard(deterministic: bool) -> None:
-    """Entries, heads, rows and keys worked on apart get the bits of the whole."""
-    case = cases._dense("shards", 256, 256, 64, heads_kv=4, options={"dropout_p": 0.3, "dropout_seed": 11})
-    problem = cases.build(case, "bfloat16")
-    arrays = problem_arrays(problem)
-    spec = replace(problem.spec, deterministic=deterministic)
-    whole = run(spec, "qkv", arrays | {"dropout_seed": cupy.asarray([11, 0, 0, 0, 0])}, family)
-    every = slice(None)
-    parts = {  # part of (batch, rows, heads, keys), what it begins at, and the gradients that it has whole
-        "batch": ((slice(1, 2), every, every, every), (1, 0, 0, 0), "qkv"),
-        "head": ((every, every, slice(2, 4), every), (0, 2, 0, 0), "qkv"),
-        "row": ((every, slice(128, 256), every, every), (0, 0, 128, 0), "q"),
-        "key": ((every, every, every, slice(128, 256)), (0, 0, 0, 128), "kv"),
-    }
-    for axis, ((b, rows, heads, keys), first, wants) in parts.items():
-        cut = {n: cupy.ascontiguousarray(arrays[n][b, rows, heads]) for n in ("q", "out", "dout")}
-        cut |= {n: cupy.ascontiguousarray(arrays[n][b, keys, heads]) for n in "kv"}
-        cut["lse"] = cupy.ascontiguousarray(arrays["lse"][b, heads, rows])
-        cut["dropout_seed"] = cupy.asarray([11, *first])
-        adapter = adapters.load("cupy")
-        signatures = {n: adapter.signature(cut[n]) for n in ("q", "k", "v", "dropout_seed")}
-        part = bind(
-            signatures, layout="bshd", dropout_p=0.3, softmax_scale=64**-0.5, deterministic=deterministic
-        )
-        found = run(part, "qkv", cut, family)
-        for name in wants:
-            wanted = whole[f"d{name}"][b, rows if name == "q" else keys, heads].astype(cupy.float32)
-            error = cupy.abs(found[f"d{name}"].astype(cupy.float32) - wanted).max()
-            assert float(error) <= (0 if deterministic else 2e-2), (axis, name)
+    check_dropout_of_shards(family, deterministic)
 
 
 @pytest.mark.parametrize("feature", ["plain", "mask", "segments", "bias", "dropout"])

@@ -226,6 +226,24 @@ class BiasCut:
         """The parts' sums, where there is more than one."""
         return (Buffer("bias_parts", (self.parts, self.elements), accumulator),) if self.parts > 1 else ()
 
+    def sums(self, spec: AttentionSpec) -> tuple[Launch, ...]:
+        """The step that adds the parts up, where there is more than one."""
+        return (bias_sum(spec, self.parts, self.elements),) if self.parts > 1 else ()
+
+
+def bias_sum(spec: AttentionSpec, parts: int, elements: int) -> Launch:
+    """The bias's gradient out of ``bias_parts``."""
+    switches = defines(spec)
+    chosen = (("DTYPE", switches["DTYPE"]), ("BIAS", switches["BIAS"]))
+    return Launch(
+        kernel=Kernel("bwd_dbias_sum", "bwd_dbias_sum", chosen),
+        grid=(-(-elements // 128), 1, 1),
+        block=128,
+        shared_memory=0,
+        block_words=params.pack({"aux0": parts, "aux4": elements}),
+        pointers=(("dbias", "dbias"), ("scratch", "bias_parts")),
+    )
+
 
 def cut_bias(spec: AttentionSpec, sm_count: int, block_m: int, block_n: int) -> BiasCut:
     """Blocks of the bias's gradient; as many parts of each as fill the GPU, their sums within 64 MB."""

@@ -225,12 +225,8 @@ def _dbias(plan: _Plan) -> list[Launch]:
     pointers = (*plan.pointers("q", "k", "v", "dout", "lse", "delta", "dbias"), *bias.scratch)
     shared = tile.shared_memory(rounded(plan.spec.head_dim), rounded(plan.spec.head_dim_v))
     kernel = Kernel("bwd_dbias", "bwd_dbias", defines)
-    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), THREADS, shared, words, pointers)]
-    if bias.parts > 1:
-        add = Kernel("bwd_dbias", "bwd_dbias_sum", defines)
-        grid = -(-bias.elements // THREADS)
-        steps.append(Launch(add, (grid, 1, 1), THREADS, 0, words, (("dbias", "dbias"), *bias.scratch)))
-    return steps
+    grid = (bias.tiles * bias.parts, 1, 1)
+    return [Launch(kernel, grid, THREADS, shared, words, pointers), *bias.sums(plan.spec)]
 
 
 def _workspace(plan: _Plan) -> tuple[Buffer, ...]:

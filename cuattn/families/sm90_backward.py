@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import params
-from ..program import Buffer, Kernel, Launch, Program, TensorMap
+from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
 from ..spec import AttentionSpec, Operand
-from . import common, mma_backward
+from . import common, mma_backward, sm90_dbias
+from .sm90_dbias import Way
 from .sm90_mask import MaskPass, backward_mask_pass
 
 if TYPE_CHECKING:
@@ -292,6 +293,9 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
     assert refuses(spec, device) is None
     assert wants & {"q", "k", "v"}
     tile = tile_of(spec)
+    way = _bias_way(spec, tile, wants)
+    if way == Way.OTHER:
+        return _with_dbias(backward(spec, device, wants - {"bias"}), spec, device)
     sum_heads, sum_rows = sums_shape(spec, tile.block_m)
     outputs = tuple(Buffer(f"d{x}", spec.gradient_shape(x), spec.dtype) for x in "qkv" if x in wants)
     workspace = [Buffer("lse_log2", (sum_heads, sum_rows), "float32")]
@@ -303,6 +307,10 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
             Buffer("dq_accum", (sum_heads, sum_rows, tile.head_dim), "float32"),
             Buffer("turns", (_turns(spec, tile.block_m) + 2 * units,), "int32"),
         ]
+    if "bias" in wants:
+        assert spec.bias is not None
+        outputs += (Buffer("dbias", spec.gradient_shape("bias"), spec.bias.dtype),)
+        workspace += sm90_dbias.workspace(spec, device, way)
     if "sinks" in wants:
         outputs += (Buffer("dsinks", spec.gradient_shape("sinks"), "float32"),)
     operands = _operands(spec)
@@ -312,9 +320,24 @@ def backward(spec: AttentionSpec, device: Device, wants: frozenset[str]) -> Prog
     own = tuple(x for x in common.operands(spec) if x in ("bias", "mask", "q_segment_ids", "kv_segment_ids"))
     seed = ("dropout_seed",) if spec.dropout_p > 0 else ()
     inputs = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if spec.dlse else ()), *operands, *own, *seed)
-    steps = (*ahead.steps, *_launches(spec, device, tile, operands, wants, ahead))
-    found = Program((*inputs, *sinks), outputs, (*workspace, *ahead.workspace), steps)
-    return _with_dbias(found, spec, device) if "bias" in wants else found
+    empty: dict[Way, str] = {Way.OF_KEYS: "bias_parts"}
+    if not _stores_all(spec):
+        empty[Way.STORED] = "dbias"
+    zeros = (Memset(empty[way]),) if way in empty else ()
+    steps = (*ahead.steps, *zeros, *_launches(spec, device, tile, operands, wants, ahead))
+    return Program((*inputs, *sinks), outputs, (*workspace, *ahead.workspace), steps)
+
+
+def _bias_way(spec: AttentionSpec, tile: Tile, wants: frozenset[str]) -> Way:
+    row_begin, _, key_begin, _ = visible(spec)
+    return sm90_dbias.way_of(spec, wants, (tile.head_dim, tile.head_dim_v), (row_begin, key_begin))
+
+
+def _stores_all(spec: AttentionSpec) -> bool:
+    """Whether every element of dS is stored: all tiles are visited, or those above are filled with zeros."""
+    if spec.variable or spec.mask is not None or spec.segments or common.hides_left(spec):
+        return False
+    return visible(spec)[3] == spec.seqlen_kv
 
 
 def _with_dbias(program: Program, spec: AttentionSpec, device: Device) -> Program:
@@ -335,7 +358,7 @@ def _with_dbias(program: Program, spec: AttentionSpec, device: Device) -> Progra
 
 
 def _needs_delta(wants: frozenset[str]) -> bool:
-    return bool(wants & {"q", "k", "sinks"})
+    return bool(wants & {"q", "k", "bias", "sinks"})
 
 
 def sums_shape(spec: AttentionSpec, block_m: int) -> tuple[int, int]:
@@ -446,21 +469,6 @@ def _own_pointers(spec: AttentionSpec, ahead: MaskPass) -> tuple[tuple[str, str]
     return (*((n, n) for n in (*(n for n, used in names.items() if used), *ids)), *ahead.pointers)
 
 
-def _bias_map(spec: AttentionSpec, tile: Tile) -> TensorMap:
-    """Boxes of 64 keys by ``block_m`` rows of the bias; axes along which it is broadcast are kept once."""
-    assert spec.bias is not None
-    batch, heads, rows, columns = spec.bias.shape
-    stride_b, stride_h, stride_q, _ = (2 * stride for stride in spec.bias.strides)
-    return TensorMap(
-        buffer="bias",
-        dtype=spec.bias.dtype,
-        dims=(columns, rows, heads if stride_h else 1, batch if stride_b else 1),
-        strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
-        box=(64, tile.block_m, 1, 1),
-        swizzle=128,
-    )
-
-
 def _gradient_maps(
     spec: AttentionSpec, tile: Tile, wants: frozenset[str], begin: int, end: int
 ) -> tuple[TensorMap, ...]:
@@ -483,11 +491,14 @@ def _launches(
     operands: tuple[str, ...],
     wants: frozenset[str],
     ahead: MaskPass,
-) -> tuple[Launch, ...]:
+) -> tuple[Launch | Memset, ...]:
     out_strides = spec.strides_of(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     out_shape = (spec.q.shape[0], spec.heads_q, spec.q.shape[2], spec.head_dim_v)
     dout = spec.dout or Operand(spec.dtype, out_shape, (*out_strides, 1))
     words = _words(spec, device, tile, dout, wants)
+    way = _bias_way(spec, tile, wants)
+    if way in (Way.STORED, Way.OF_KEYS):
+        words |= sm90_dbias.strides(spec) if way == Way.STORED else sm90_dbias.of_keys(spec)[2]
     query_slots, key_slots = int(words["aux1"]), int(words["aux2"])
     sections = sections_of(spec, device, query_slots, key_slots, wants)
     block_words = params.pack(words | (ahead.words or {}))
@@ -495,6 +506,11 @@ def _launches(
     row_end, key_end = max(row_end, row_begin + 1), max(key_end, key_begin + 1)  # a map is never empty
     defines = _defines(spec, tile, wants)
     features = _features(spec, tile)
+    if way == Way.OF_KEYS:
+        features += (("DBIAS_SUMS", 1),)
+    if way == Way.STORED:
+        zeros = _stores_all(spec) and common.hides_right(spec)
+        features += (("DBIAS_TILES", 1), *((("DBIAS_ZEROS", 1),) if zeros else ()))
     bias = (("BIAS", dict(features)["BIAS"]),) if spec.bias is not None else ()
     skipping = (("MASK", 1),) if tile.skipping else ()
     pipeline = (
@@ -523,6 +539,7 @@ def _launches(
         block_words=block_words,
         pointers=(*((x, x) for x in read), *rows, *shared),
     )
+    own_bias = {Way.STORED: (("dbias", "dbias"),), Way.OF_KEYS: (("dbias", "bias_parts"),)}
     main = Launch(
         kernel=Kernel(
             tile.source, tile.source.replace("bwd", "attention_backward"), defines + pipeline + features
@@ -538,6 +555,7 @@ def _launches(
         block_words=block_words,
         pointers=(
             *((f"d{x}", f"d{x}") for x in "qkv" if x in wants),
+            *own_bias.get(way, ()),
             *rows,
             *shared,
             *_own_pointers(spec, ahead),
@@ -548,7 +566,12 @@ def _launches(
             tensor_map("k", spec.k, key_begin, key_end, tile.block_n),
             tensor_map("v", spec.v, key_begin, key_end, tile.block_n),
             tensor_map("dout", dout, row_begin, row_end, tile.block_m),
-            *((_bias_map(spec, tile),) if tile.bias_tiles else ()),
+            *(
+                (sm90_dbias.bias_map("bias", spec.bias, tile.block_m),)
+                if tile.bias_tiles and spec.bias
+                else ()
+            ),
+            *((sm90_dbias.gradient_map(spec, tile.block_m),) if way == Way.STORED else ()),
             *_gradient_maps(spec, tile, wants, key_begin, key_end),
         ),
     )
@@ -561,7 +584,22 @@ def _launches(
         pointers=(("dq", "dq"), *shared),
         dependent=True,
     )
-    steps = (prepare, main, convert) if "q" in wants else (prepare, main)
+    steps: tuple[Launch | Memset, ...] = (prepare, main, convert) if "q" in wants else (prepare, main)
+    if way == Way.OF_KEYS:
+        steps += (common.bias_sum(spec, *sm90_dbias.of_keys(spec)[:2]),)
+    if way == Way.PASS:
+        whole = zip("qkv", (spec.q, spec.k, spec.v), strict=True)
+        steps += sm90_dbias.launches(
+            spec,
+            device,
+            (tile.head_dim, tile.head_dim_v),
+            words | (ahead.words or {}),
+            (*((x, x) for x in operands), *_own_pointers(spec, ahead)),
+            tuple(
+                tensor_map(name, operand, 0, operand.shape[2], sm90_dbias.BLOCK)
+                for name, operand in (*whole, ("dout", dout))
+            ),
+        )
     if "sinks" not in wants:
         return steps
     dsinks = Launch(

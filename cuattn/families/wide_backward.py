@@ -248,12 +248,10 @@ def _dbias(plan: _Plan) -> list[Launch]:
     shared = tile.shared_memory(spec, plan.device)
     threads = 32 * tile.num_warps
     kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias", defines)
-    steps = [Launch(kernel, (bias.tiles * bias.parts, 1, 1), threads, shared, words, pointers)]
-    if bias.parts > 1:
-        kernel = Kernel("bwd_wide_dbias", "bwd_wide_dbias_sum", defines)
-        grid = -(-bias.elements // threads)
-        steps.append(Launch(kernel, (grid, 1, 1), threads, 0, words, (("dbias", "dbias"), *bias.scratch)))
-    return steps
+    return [
+        Launch(kernel, (bias.tiles * bias.parts, 1, 1), threads, shared, words, pointers),
+        *bias.sums(spec),
+    ]
 
 
 def _workspace(plan: _Plan) -> tuple[Buffer, ...]:
