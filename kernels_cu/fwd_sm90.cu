@@ -18,6 +18,7 @@
 //   SPLIT      1: few rows against many keys. A tile's rows are those of aux6 query heads of a group, 2^aux5 of each, and its
 //              key blocks are cut into aux4 parts, a tile each; fwd_merge.cu makes out and lse of what they leave in scratch
 //   HAS_LEFT, HAS_RIGHT, VARIABLE, VARLEN, SOFTCAP, ALIBI, SINKS, MASK, SEGMENTS, DROPOUT: features, 0 or 1
+//   ALIBI_SIDED 1: of the key blocks that a warpgroup visits only the first can be crossed by its rows' diagonals
 //   CAP_TERMS  SOFTCAP: 3 or 5 terms of the polynomial that takes tanh's place, or 0
 //   KEYS_ONLY  the mask is the same for all queries;  BIAS_OF_KEYS: the bias is
 //   BIAS       0 none, 1 of DTYPE, 2 float32;  PAIRS 1: it can be read two columns at once;  BIAS_TILES 1: it comes by TMA
@@ -87,6 +88,7 @@ struct Consumer {
   Tile tile;
   int count, index;   // key blocks before this tile; tiles before it
   int ends;           // NARROW: unseen_ends of the tile that was awaited last
+  int idle, next_idle;  // NARROW: turns that another warpgroup has more in the tile; in the one that was awaited last
   bool trail;         // NARROW: after the tile's key blocks comes one that the warpgroup leaves out
   float slope0, slope1, shift0, shift1;  // ALIBI: of the rows' heads, over unit; what the thread's scores still lack
   int block;          // SKIPPING: the key block of s
@@ -128,8 +130,6 @@ struct Consumer {
 
   // NARROW: of a key block of which the warpgroup's rows see nothing.
   __device__ __forceinline__ void skip_k(int i) {
-    turn_begin();
-    turn_end();
     wait_k(i);
     release_k(i);
   }
@@ -205,12 +205,12 @@ struct Consumer {
 #endif
   // A key at distance d from the row's diagonal loses slope * |d|. Where all of the warpgroup's rows have a block on one side,
   // |d| is a row's distance to the thread's first column, `shift0` and `shift1`, and a constant: one instruction a score.
-  __device__ __forceinline__ void add_alibi(int n) {
+  __device__ __forceinline__ void add_alibi(int n, bool first) {
 #if ALIBI
     const float d0 = (float)(row(tile) + tile.offset - n * BLOCK_N - 2 * (lane() & 3)), d1 = d0 + (float)ROW_GAP;
     const int above = top_of(tile) - n * BLOCK_N;  // the first diagonal, from the block's first key
     shift0 = shift1 = 0.f;
-    if (!NATURAL && (above >= BLOCK_N - 1 || above <= -height())) {
+    if (!NATURAL && ((ALIBI_SIDED && !first) || above >= BLOCK_N - 1 || above <= -height())) {
       const float sign = above >= 0 ? 1.f : -1.f, a = sign * slope0, b = sign * slope1;
       shift0 = -a * d0, shift1 = -b * d1;
 #pragma unroll
@@ -390,7 +390,7 @@ struct Consumer {
 #else
     cap();
 #endif
-    add_alibi(n);
+    add_alibi(n, first);
 #if BIAS
     add_bias(i);
 #endif
@@ -599,7 +599,11 @@ struct Consumer {
     const int buffer = i % Q_BUFFERS;
     mbarrier_wait(sh.q_full + 8 * (Q_APART ? wg : buffer), (i / Q_BUFFERS) & 1);
     const int word = (int)shared_load(sh.slot + SLOT_BYTES * (i % SLOTS));
-    if (NARROW) ends = uniform(word) >> (M_BITS + 2 * wg) & 3;
+    if (NARROW) {
+      ends = uniform(word) >> (M_BITS + 2 * wg) & 3;
+      const int all = uniform(word) >> M_BITS;
+      next_idle = __popc(ends) - min(min(__popc(all & 3), __popc(all >> 2 & 3)), __popc(all >> 4 & 3));
+    }
     return __all_sync(~0u, word >= 0);
   }
   // What was said of tile number i, which has come; everything into uniform registers.
@@ -952,6 +956,7 @@ struct Consumer {
     if (skipped) skip_v(end);
     if (skipping) skip_v(i - 1);
     trail = NARROW && ends >> 1;
+    if (NARROW) idle = next_idle;
     wait_k(i + 1);
     clear();
     index++;
@@ -967,6 +972,7 @@ struct Consumer {
     if (!await_tile(0)) return;
     const Tile first = read_tile(0);
     trail = NARROW && ends >> 1;
+    if (NARROW) idle = next_idle;
     if (NARROW && (ends & 1)) skip_k(count++);
     open_product(first, count, 0);
     open(first);
@@ -975,6 +981,7 @@ struct Consumer {
     for (;;) {
       walk();
       if (STAGED) {
+        for (int x = 0; NARROW && PINGPONG && x < idle; x++) turn_begin(), turn_end();
         if (trail) skip_k(count + tile.blocks());
         release_out(index - 1);  // NOTE: before any wait for what the producer brings behind the Q that goes there
         if (!await_tile(index + 1)) break;

@@ -136,6 +136,23 @@ def test_tiles_follow_the_work() -> None:
     assert sm90.tile(long_spec(64), H200).block_m == 192
 
 
+@pytest.mark.parametrize(
+    ("offset", "options", "sided"),
+    [
+        *((offset, {}, offset % 128 == 0) for offset in (0, 128, -256, 64, 1)),
+        *((offset, {"causal": True}, offset % 128 == 0) for offset in (0, 128, -256, 64, 1)),
+        (0, {"window_size": (100, 0)}, False),
+        (0, {"window_size": (100, 1)}, False),
+        (0, {"window_size": (100, -1)}, False),
+    ],
+)
+def test_alibi_asks_for_sides_where_diagonals_cross_many_blocks(
+    offset: int, options: dict[str, Any], sided: bool
+) -> None:
+    spec = long_spec(128, extra=("alibi_slopes",), q_offset=offset, **options)
+    assert dict(sm90.forward(spec, H200).steps[-1].kernel.defines)["ALIBI_SIDED"] == sided
+
+
 def test_packed_sequences_are_listed_first() -> None:
     program = sm90.forward(packed_spec(128, causal=True), H200)
     names = {b.name: b.shape for b in program.workspace}

@@ -24,7 +24,6 @@ ROWS_LIMIT = 1 << 29  # rows and offsets beyond this would overflow 32-bit coord
 STRIDE, COUNTER = 0, 1  # SCHEDULE in fwd_sm90.cu
 WIDE_CAP = 30.0  # softcaps from here on: nearly all scores lie within 0.85 of the cap
 SHORT_CAUSAL = 1536  # keys; smaller tiles won at 1k and lost at 2k
-LONG_CAUSAL = 4096  # keys; a third stage wins up to here and loses from 8k on
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,9 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     elif max(d, dv) <= 64 and common.hides_right(spec) and spec.seqlen_kv <= SHORT_CAUSAL:
         found = Tile(d, dv, 128, 128, 3, 3, 1, COUNTER, early_exps=1)
     elif max(d, dv) <= 64:  # three warpgroups hide exponentials behind each other
-        long = common.hides_right(spec) and not common.hides_left(spec) and spec.seqlen_kv > LONG_CAUSAL
-        found = Tile(d, dv, 192, 128, 2 if long else 3, 3, 1, COUNTER, early_exps=early)
+        # where warpgroups leave out blocks some are ahead of others
+        stages = 4 if common.hides_right(spec) or common.hides_left(spec) else 3
+        found = Tile(d, dv, 192, 128, stages, 3, 1, COUNTER, early_exps=early)
     elif max(d, dv) <= 128:
         found = Tile(d, dv, 128, 128, 2, 3, 0, COUNTER, early_exps=early)
     elif dv <= 128 and d <= 192:
@@ -110,6 +110,8 @@ def tile(spec: AttentionSpec, device: Device) -> Tile:
     else:  # O alone takes 128 registers
         found = Tile(d, dv, rows, 80, 2, 1, pair, COUNTER, early_exps=2, q_apart=pair)
     found = replace(found, mask_first=int(common.hides_left(spec) or 64 < max(d, dv) <= 128))
+    if found.block_m == 128 and _alibi_sided(spec, found):
+        found = replace(found, pingpong=1)
     if equal or tile_count(spec, found.block_m) <= device.sm_count:  # nothing to balance, or one tile a block
         found = replace(found, schedule=STRIDE)
     return found
@@ -291,7 +293,7 @@ def kernel_defines(spec: AttentionSpec, t: Tile) -> tuple[tuple[str, int | str],
     found |= {"LOOP_MASKS": int(_loop_masks(spec, t)), "PAIRS": int(_pairs(spec)), "BIAS_TILES": t.bias_tiles}
     found |= {"SPLIT": 0}
     found |= {"KEYS_ONLY": int(keys_only(spec)), "BIAS_OF_KEYS": int(_bias_of_keys(spec))}
-    found |= {"CAP_TERMS": _cap_terms(spec)}
+    found |= {"CAP_TERMS": _cap_terms(spec), "ALIBI_SIDED": int(_alibi_sided(spec, t))}
     return tuple(found.items())
 
 
@@ -303,6 +305,16 @@ def _loop_masks(spec: AttentionSpec, t: Tile) -> bool:
         return False
     aligned = isinstance(spec.q_offset, int) and (spec.q_offset + spec.window_right) % t.block_n == 0
     return spec.variable or t.block_n % t.block_m != 0 or not aligned
+
+
+def _alibi_sided(spec: AttentionSpec, t: Tile) -> bool:
+    """Whether a tile's diagonals cross the first key block that it visits alone, and saying so wins."""
+    if spec.alibi_slopes is None or featured(spec) or spec.variable or common.hides_left(spec):
+        return False
+    if not 64 < max(t.head_dim, t.head_dim_v) <= 128 or not isinstance(spec.q_offset, int):
+        return False
+    ends_there = spec.window_right == 0 or not common.hides_right(spec)
+    return ends_there and t.block_n % t.block_m == 0 and spec.q_offset % t.block_n == 0
 
 
 def parameter_words(spec: AttentionSpec, t: Tile, tiles: int) -> dict[str, int | float]:

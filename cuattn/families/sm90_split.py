@@ -128,7 +128,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 def _defines(spec: AttentionSpec, t: sm90.Tile) -> tuple[tuple[str, int | str], ...]:
     masks = int(common.hides_right(spec) or common.hides_left(spec))
-    found = dict(sm90.kernel_defines(spec, t)) | {"SPLIT": 1, "LPT": 0, "LOOP_MASKS": masks}
+    found = dict(sm90.kernel_defines(spec, t)) | {"SPLIT": 1, "LPT": 0, "LOOP_MASKS": masks, "ALIBI_SIDED": 0}
     return tuple(found.items())
 
 
