@@ -22,22 +22,15 @@ extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS) attention_backward_
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_sm90_dsinks(const __grid_constant__ Params p) {
   __shared__ float parts[THREADS];
   const int head = blockIdx.x;
-#if NATURAL
+  // NOTE: of LSE as it was given, since in base 2 that of a huge sink is infinite. A row that sees nothing may have any delta.
   const float sink = ((const float*)p.sinks)[head];
-  auto weight = [](float x) { return exp2_approx(x * (float)LOG2E); };
-#else
-  const float sink = ((const float*)p.sinks)[head] * (float)LOG2E;
-  auto weight = [](float x) { return exp2_approx(x); };
-#endif
   float sum = 0.f;
   for (int batch = 0; batch < p.batch; batch++) {
     const Visible v = load_visible(p, batch);
-    const i64 at = first_sum(p, v, head);
+    const float* lse = (const float*)p.lse + first_row(v, head, p.lse_stride_b, p.lse_stride_h, 1);
+    const float* delta = (const float*)p.delta + first_sum(p, v, head);
     for (int row = threadIdx.x; row < v.rows; row += THREADS)
-#if SCATTERED  // a row that sees nothing may have any delta
-      if (((const float*)p.scratch)[at + row] != infinity())
-#endif
-      sum -= weight(sink - ((const float*)p.scratch)[at + row]) * ((const float*)p.delta)[at + row];
+      if (lse[row] != -infinity()) sum -= exp2_approx((sink - lse[row]) * (float)LOG2E) * delta[row];
   }
   parts[threadIdx.x] = sum;
   __syncthreads();

@@ -59,3 +59,12 @@ def test_every_subset_of_gradients(case: cases.Case, deterministic: bool) -> Non
         rest = {name: x for name, x in found.items() if name[1:] not in exact}
         if rest:
             check(problem, rest)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_a_sink_that_takes_everything(case: cases.Case) -> None:
+    """LSE is then infinite in base 2."""
+    problem = cases.build(case, "bfloat16")
+    problem.arrays["sinks"][:2] = 3e38, -3e38
+    spec = replace(problem.spec, dlse=True)
+    check(problem, run(spec, wants_of(spec), problem_arrays(problem), family))

@@ -608,6 +608,6 @@ def _launches(
         block=256,
         shared_memory=0,
         block_words=block_words,
-        pointers=(("sinks", "sinks"), ("dsinks", "dsinks"), *rows, *shared),
+        pointers=(("sinks", "sinks"), ("dsinks", "dsinks"), ("lse", "lse"), *rows, *shared),
     )
     return (*steps, dsinks)
