@@ -147,12 +147,17 @@ __device__ __forceinline__ void store_zeros(const Params& p, const Item& x, int 
   constexpr int EACH = 1;
   BiasElement* to = (BiasElement*)p.dbias + at;
 #endif
-  for (int row = 0; row < rows; row++, to += p.dbias_stride_q)
-    for (int key = EACH * lane; key < min(BLOCK_N, (int)p.seqlen_kv - key0); key += 32 * EACH) {
+  constexpr int ACROSS = BLOCK_N / EACH < 32 ? BLOCK_N / EACH : 32;  // lanes of a row
+  const int keys = (int)p.seqlen_kv - key0, key = EACH * (lane % ACROSS);
+#pragma unroll 1
+  for (int row = lane / ACROSS; row < rows; row += 32 / ACROSS)
+#pragma unroll
+    for (int more = 0; more < BLOCK_N; more += EACH * ACROSS) {
+      if (key + more >= keys) continue;
       if (EACH > 1)
-        *(uint4*)(to + key) = make_uint4(0, 0, 0, 0);
+        *(uint4*)(to + row * p.dbias_stride_q + key + more) = make_uint4(0, 0, 0, 0);
       else
-        to[key] = 0;
+        to[row * p.dbias_stride_q + key + more] = 0;
     }
 }
 
