@@ -256,14 +256,16 @@ def small(seconds: float) -> list[dict[str, Any]]:
     """Microseconds of a small call from NumPy, warm."""
     import cuattn
 
-    q = draw(1, 32, 4, 32)
+    q, rows = draw(1, 32, 4, 32), []
 
-    def calls() -> None:
+    def calls(causal: bool) -> None:
         for _ in range(CALLS):
-            cuattn.flash_attention(q, q, q, causal=True)
+            cuattn.flash_attention(q, q, q, causal=causal)
 
-    times = [t / CALLS for t in measure({"cuattn": calls}, seconds)["cuattn"]]
-    rows = [microseconds("small call, B1 H4 S32 D32 causal, NumPy", {"cuattn": times})]
+    for causal in (False, True):
+        times = [t / CALLS for t in measure({"cuattn": partial(calls, causal)}, seconds)["cuattn"]]
+        name = f"small call, B1 H4 S32 D32 {'causal' if causal else 'full'}, NumPy"
+        rows.append(microseconds(name, {"cuattn": times}))
     say(rows)
     return rows
 
@@ -290,17 +292,20 @@ def small_jit(seconds: float) -> list[dict[str, Any]]:
     q = jax.device_put(draw(1, 32, 4, 32), jax.devices("cpu")[0])
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, 4, 32), q.dtype))
     nothing = jax.jit(lambda x: jax.ffi.ffi_call("cuattn_bench_empty", results)(x, x, x)[0])
-    ours = jax.jit(lambda x: cuattn.flash_attention(x, x, x, causal=True))
-    peer = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True))
 
     def calls(run: Callable[[Any], Any]) -> None:
         for _ in range(CALLS):
             run(q).block_until_ready()
 
-    contenders = {"cuattn": ours, "empty handler": nothing, "jax": peer}
-    times = measure({name: partial(calls, run) for name, run in contenders.items()}, seconds)
-    found = {name: [t / CALLS for t in each] for name, each in times.items()}
-    rows = [microseconds("small call, B1 H4 S32 D32 causal, jax.jit", found)]
+    rows = []
+    for causal in (False, True):
+        ours = jax.jit(lambda x, causal=causal: cuattn.flash_attention(x, x, x, causal=causal))
+        peer = jax.jit(lambda x, causal=causal: jax.nn.dot_product_attention(x, x, x, is_causal=causal))
+        contenders = {"cuattn": ours, "empty handler": nothing, "jax": peer}
+        times = measure({name: partial(calls, run) for name, run in contenders.items()}, seconds)
+        found = {name: [t / CALLS for t in each] for name, each in times.items()}
+        name = f"small call, B1 H4 S32 D32 {'causal' if causal else 'full'}, jax.jit"
+        rows.append(microseconds(name, found))
     say(rows)
     return rows
 
