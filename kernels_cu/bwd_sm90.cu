@@ -153,20 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
   const int group = group_of(p), steps = steps_of(p, w, group);
   const float softmax_scale = p.softmax_scale ? *p.softmax_scale : (float)p.softmax_scale_value;
   [[maybe_unused]] const float scale_log2 = softmax_scale * (float)LOG2E;
-#if NATURAL
-  const float unit = (float)LOG2E;
-#elif TRANSFORM
-  const float unit = 1.f, cap_in = SOFTCAP ? softmax_scale / (float)p.softcap : 0.f;
-  const float cap_log2 = (float)(p.softcap * LOG2E), cap_out = 1.f / cap_log2;
-#else
-  const float unit = scale_log2;
-#endif
-#if TRANSFORM
-  [[maybe_unused]] const int offset = w.seen.entry.offset + w.seen.row_begin - w.seen.key_begin + 2 * (lane & 3);
-#if ALIBI
-  const float* slopes = (const float*)p.alibi_slopes + w.seen.entry.batch * p.alibi_slopes_stride_b;
-#endif
-#endif
+  const float unit = NATURAL ? (float)LOG2E : TRANSFORM ? 1.f : scale_log2;
   float dk[D / 2], dv[DV / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
@@ -242,7 +229,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
 #endif
   };
 
-  [[maybe_unused]] Features<BLOCK_M / 2> features(p, w, row, 2 * (lane & 3), part * 128 + thread);
+  [[maybe_unused]] Features<BLOCK_M / 2> features(p, w, row, 2 * (lane & 3), part * 128 + thread, softmax_scale);
 #if DROPOUT
   const DropoutKey dropout = dropout_key(p, w.seen.entry.batch, 0);
   const float dropout_scale = (float)p.dropout_scale;
@@ -303,38 +290,8 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
       wgmma_wait<NEED_DS>();
       touch(s);
     }
-#if BIAS
-#if ALIBI
-    const float far = (float)(m * BLOCK_M - key0 - row + offset), slope = slopes[w.head_kv * group + head];
-#endif
-#pragma unroll
-    for (int x = 0; x < BLOCK_M / 16; x++) {
-      float values[8];
-      features.get_bias(values, x, w.head_kv * group + head, m, ds_to - S_DS + S_BIAS + q_stage * BIAS_BYTES);
-#pragma unroll
-      for (int j = 0; j < 8; j++) {  // a select: where the bias hides, the score may be anything
-        const int i = 8 * x + j;
-        float score = s[i] * softmax_scale + values[j];
-#if ALIBI
-        score -= slope * fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2)));
-#endif
-        s[i] = values[j] == NEG_INF ? values[j] : score;
-      }
-    }
-#elif TRANSFORM
-    // Scores in base 2 before the masks; the softcap's slope is found again from the weight, which costs no register.
-    const float far = (float)(m * BLOCK_M - key0 - row + offset);
-    auto distance = [&](int i) INLINE { return fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2))); };
-#if ALIBI
-    const float slope = slopes[w.head_kv * group + head] * (float)LOG2E;
-#else
-    const float slope = 0.f;
-#endif
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; i++) {
-      s[i] = SOFTCAP ? tanh_score(s[i] * cap_in) * cap_log2 : s[i] * scale_log2;
-      if (ALIBI) s[i] -= slope * distance(i);
-    }
+#if TRANSFORM
+    features.transform(s, w.head_kv * group + head, m, ds_to - S_DS + S_BIAS + q_stage * BIAS_BYTES);
 #endif
     if (SCORES && (m < clean_begin || m >= clean_end)) {
       const int shift = m * BLOCK_M + FROM;
@@ -392,15 +349,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
       pp[i / 2 + 1] = pack_half2(s[i + 2], s[i + 3]);
 #endif
 #if NEED_DS
-#if SOFTCAP
-      const float2 l = shared_load_f2(lse_at + i * 8);
-#pragma unroll
-      for (int x = i; x < i + 4; x++) {  // tanh = (log2 weight + LSE + ALiBi) / cap
-        const float t = (log2_approx(s[x]) + (x & 1 ? l.y : l.x) + (ALIBI ? slope * distance(x) : 0.f)) * cap_out;
-        s[x] *= fmaxf(1.f - t * t, 0.f);  // a weight of 0: t is infinite
-      }
-#endif
-#if SCATTERED || DROPOUT
+#if SCATTERED || DROPOUT || SOFTCAP
 #pragma unroll
       for (int x = i; x < i + 4; x++) {  // where nothing is seen, dP and delta may be anything
 #if DROPOUT
@@ -408,6 +357,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
 #else
         dp[x] -= x & 1 ? d.y : d.x;
 #endif
+        if (SOFTCAP) dp[x] *= features.grade(x);
         s[x] = SCATTERED && s[x] == 0.f ? 0.f : s[x] * dp[x];
       }
 #if DBIAS_SUMS
@@ -507,7 +457,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
-#if SCATTERED
+#if CLEANS_KEYS
   clean_keys<D / 64>(base + S_K, part, thread);
   if (NEED_DS) clean_keys<DV / 64>(base + S_V, part, thread);
   barrier_sync(ID_WARPGROUP + part, 128);

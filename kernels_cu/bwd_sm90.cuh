@@ -25,6 +25,7 @@
 #define WANT_DV 1
 #endif
 #define NEED_DS (WANT_DQ || WANT_DK)
+#define CLEANS_KEYS (SCATTERED || (DROPOUT && HAS_LEFT))  // a tile may hold keys that no row sees
 #define SKIPPING (MASK || SEGMENTS)  // tiles in which they leave nothing are left out
 #define NATURAL (BIAS > 0)           // scores and LSE in natural units, subtracted first: a bias of finfo.min must not overflow
 
@@ -42,8 +43,11 @@ DEVICE Visible load_visible(const Params& p, int batch) {
   const bool some = rows.last > rows.first && keys.last > keys.first;
   v.row_begin = some ? rows.first : 0;
   v.key_begin = some ? keys.first : 0;
+#if DROPOUT && HAS_LEFT  // a whole group of keys that Philox calls serve: up to 31 that no row sees
+  v.key_begin &= ~31;
+#endif
   v.rows = some ? rows.last - rows.first : 0;
-  v.keys = some ? keys.last - keys.first : 0;
+  v.keys = some ? keys.last - v.key_begin : 0;
   v.left = v.entry.diagonal_left + v.row_begin - v.key_begin;
   v.right = v.entry.diagonal_right + v.row_begin - v.key_begin;
   return v;

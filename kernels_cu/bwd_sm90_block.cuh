@@ -38,7 +38,6 @@
 #endif
 #define WORDS (BLOCK_M / 64)  // of a thread's scores, a bit each
 static_assert(!(MASK || DROPOUT) || BLOCK_M % 64 == 0, "whole words of bits");
-static_assert(!(BIAS && SOFTCAP), "the softcap's slope is found from the weight without the bias");
 #ifndef DQ_TILES  // float32 dQ tiles in shared memory, in turns
 #define DQ_TILES 1
 #endif

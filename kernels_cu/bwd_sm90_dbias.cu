@@ -419,7 +419,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
       w.seen.rows = (int)p.seqlen_q;
       w.seen.keys = keys;
       w.n = key0 / BLOCK_N;
-      [[maybe_unused]] Features<HALF / 2> features(p, w, row, column + half * HALF, part * 128 + thread);
+      [[maybe_unused]] Features<HALF / 2> features(p, w, row, column + half * HALF, part * 128 + thread, softmax_scale);
 #if MASK
       const u32* bits = (const u32*)p.mask + batch * p.k_stride_b + head * p.k_stride_h + 2 * key0 + part * 128 + thread;
       features.shown[0] = bits[min(row0, (int)p.seqlen_q - 1) / 64 * p.k_stride_s];

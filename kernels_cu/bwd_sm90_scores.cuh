@@ -1,4 +1,4 @@
-// What mask, segments, bias and dropout do to the scores of the Hopper backward's threads, and how rows and keys that see nothing are
+// What softcap, ALiBi, bias, mask, segments and dropout do to the scores of the Hopper backward's threads, and how rows and keys that see nothing are
 // kept out of its products. A thread has N scores s[i], of keys row + 8 (i / 2 & 1) and queries column + 8 (i / 4) + (i & 1) of a tile.
 // No products here.
 #pragma once
@@ -27,8 +27,17 @@ struct Features {
   const BiasElement* bias;
   i64 bias0, bias1;  // of the two keys
 #endif
+  float scale;  // of raw products
+#if SOFTCAP
+  float cap;
+  u32 grades[N / 2];  // halves: the softcap's derivative
+#endif
+#if ALIBI
+  const float* slopes;
+  int distance;  // of this thread's first query of block 0 from its first key
+#endif
 
-  __device__ __forceinline__ Features(const Params& p_, const Work& w_, int row_, int column_, int thread)
+  __device__ __forceinline__ Features(const Params& p_, const Work& w_, int row_, int column_, int thread, float softmax_scale)
       : p(p_), w(w_), row(row_), column(column_), keys(w_.seen.keys - w_.n * BLOCK_N) {
     [[maybe_unused]] const int batch = w.seen.entry.batch, key0 = w.seen.key_begin + w.n * BLOCK_N;
 #if MASK
@@ -44,6 +53,15 @@ struct Features {
     bias = (const BiasElement*)p.bias + batch * p.bias_stride_b + w.seen.row_begin * p.bias_stride_q + key0 * p.bias_stride_k;
     bias0 = min(row, keys - 1) * p.bias_stride_k;
     bias1 = min(row + 8, keys - 1) * p.bias_stride_k;
+#endif
+    scale = NATURAL || SOFTCAP ? softmax_scale : softmax_scale * (float)LOG2E;
+#if SOFTCAP
+    scale /= (float)p.softcap;
+    cap = (float)(NATURAL ? p.softcap : p.softcap * LOG2E);
+#endif
+#if ALIBI
+    slopes = (const float*)p.alibi_slopes + batch * p.alibi_slopes_stride_b;
+    distance = w.seen.entry.offset + w.seen.row_begin + column - key0 - row;
 #endif
   }
 
@@ -81,6 +99,57 @@ struct Features {
     }
 #endif
   }
+#if TRANSFORM
+  // Raw products become scores before the masks, in base 2 or (NATURAL) natural units. `tile`: get_bias's.
+  __device__ __forceinline__ void transform(float (&s)[N], [[maybe_unused]] int head, [[maybe_unused]] int m,
+                                            [[maybe_unused]] u32 tile) {
+#if ALIBI
+    const float far = (float)(m * BLOCK_M + distance), slope = NATURAL ? slopes[head] : slopes[head] * (float)LOG2E;
+#endif
+#pragma unroll
+    for (int x = 0; x < N / 8; x++) {
+#if BIAS
+      float values[8];
+      get_bias(values, x, head, m, tile);
+#endif
+      [[maybe_unused]] float derivative[2];
+#pragma unroll
+      for (int i = 8 * x; i < 8 * x + 8; i++) {
+#if SOFTCAP
+#if CAP_FAST
+        const float t = tanh_approx(s[i] * scale);
+#else
+        const float t = tanh_score(s[i] * scale);
+#endif
+        derivative[i & 1] = fmaf(-t, t, 1.f);
+        if (i & 1) grades[i / 2] = pack_f16(derivative[0], derivative[1]);
+        float score = t * cap;
+#else
+        float score = s[i] * scale;
+#endif
+#if BIAS
+        score += values[i % 8];
+#endif
+#if ALIBI
+        score -= slope * fabsf(far + (float)(8 * (i >> 2) + (i & 1) - 4 * (i & 2)));
+#endif
+#if BIAS  // a select: where the bias hides, the score may be anything
+        s[i] = values[i % 8] == NEG_INF ? values[i % 8] : score;
+#else
+        s[i] = score;
+#endif
+      }
+    }
+  }
+#endif
+  __device__ __forceinline__ float grade([[maybe_unused]] int i) const {
+#if SOFTCAP
+    const float2 pair = unpack_f16(grades[i / 2]);
+    return i & 1 ? pair.y : pair.x;
+#else
+    return 1.f;
+#endif
+  }
 #if BIAS
   // Of s[8 x .. 8 x + 7], in natural units. BIAS_TILES: out of the tile at `tile` of shared memory, of 64 keys.
   __device__ __forceinline__ void get_bias(float (&values)[8], int x, int head, int m, [[maybe_unused]] u32 tile) const {
@@ -104,7 +173,7 @@ struct Features {
 #endif
 };
 
-#if SCATTERED
+#if CLEANS_KEYS
 // What is not finite in this warpgroup's half of K or V becomes zeros. A key that some row sees has made that row's LSE or delta
 // infinite or NaN already; one that no row sees must not reach dQ as 0 * NaN. A barrier follows.
 template <int SLABS>
@@ -125,7 +194,9 @@ __device__ __forceinline__ void clean_keys(u32 tile, int part, int thread) {
   }
   proxy_fence();
 }
+#endif
 
+#if SCATTERED
 // Rows of Q and dO that see no key, as their LSE at `lse` tells, become zeros. Each warpgroup writes them all, before its own reads.
 __device__ __forceinline__ void clean_rows(u32 q, u32 dout, u32 lse, int rows, int part, int thread) {
   constexpr u32 NONE = 0x7f800000u;

@@ -68,7 +68,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       Wgmma<HALF>::ss(x, operand(base16, left + (k >> 2) * (BLOCK_N * 128) + 32 * (k & 3), 16),
                       operand(base16 + part * (HALF * 8), right + (k >> 2) * (BLOCK_M * 128) + 32 * (k & 3), 16), k > 0);
   };
-  [[maybe_unused]] Features<HALF / 2> features(p, w, row, column0, part * 128 + thread);
+  [[maybe_unused]] Features<HALF / 2> features(p, w, row, column0, part * 128 + thread, softmax_scale);
 #if DROPOUT
   const DropoutKey dropout = dropout_key(p, w.seen.entry.batch, 0);
   const float dropout_scale = (float)p.dropout_scale;
@@ -114,15 +114,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
     wgmma_wait<0>();
     touch(s);
     if (NEED_DS) touch(dp);
-#if BIAS
-#pragma unroll
-    for (int x = 0; x < HALF / 16; x++) {
-      float values[8];
-      features.get_bias(values, x, head, m, 0);
-#pragma unroll
-      for (int j = 0; j < 8; j++)  // a select: where the bias hides, the score may be anything
-        s[8 * x + j] = values[j] == NEG_INF ? values[j] : s[8 * x + j] * softmax_scale + values[j];
-    }
+#if TRANSFORM
+    features.transform(s, head, m, 0);
 #endif
     if (m < clean_begin || m >= clean_end) {
       const int shift = m * BLOCK_M;
@@ -150,7 +143,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const float lse = j & 1 ? l.y : l.x;
-        x[j] = exp2_approx(NATURAL ? (s[i + j] - lse) * (float)LOG2E : s[i + j] * scale_log2 - lse);
+        x[j] = exp2_approx(NATURAL ? (s[i + j] - lse) * (float)LOG2E : TRANSFORM ? s[i + j] - lse : s[i + j] * scale_log2 - lse);
       }
 #if DROPOUT
       float y[4];
@@ -166,7 +159,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
       pp[i / 2 + 1] = pack_half2(x[2], x[3]);
 #endif
 #if NEED_DS
-#if SCATTERED || DROPOUT
+#if SCATTERED || DROPOUT || SOFTCAP
 #pragma unroll
       for (int j = 0; j < 4; j++) {  // where nothing is seen, dP and delta may be anything
 #if DROPOUT
@@ -174,6 +167,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
 #else
         dp[i + j] -= j & 1 ? d.y : d.x;
 #endif
+        if (SOFTCAP) dp[i + j] *= features.grade(i + j);
         x[j] = SCATTERED && x[j] == 0.f ? 0.f : x[j] * dp[i + j];
       }
       ds[i / 2] = pack_half2(x[0], x[1]);
@@ -261,7 +255,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, u32 base
   zero_tail<D / 64, BLOCK_N>(base + S_K, keys, part, thread);
   zero_tail<DV / 64, BLOCK_N>(base + S_V, keys, part, thread);
 #endif
-#if SCATTERED
+#if CLEANS_KEYS
   clean_keys<D / 64>(base + S_K, part, thread);
   if (NEED_DS) clean_keys<DV / 64>(base + S_V, part, thread);
   barrier_sync(ID_DS, 256);

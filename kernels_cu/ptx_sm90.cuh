@@ -59,6 +59,17 @@ __device__ __forceinline__ float2 unpack_half2(u32 x) {
   return y;
 #endif
 }
+// Two floats rounded to halves, whatever DTYPE is, and back.
+__device__ __forceinline__ u32 pack_f16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ float2 unpack_f16(u32 x) {
+  float2 y;
+  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  return y;
+}
 
 // ---------------------------------------------------------------------------------------------- mbarriers
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -57,6 +57,10 @@ SCORES: tuple[dict[str, Any], ...] = (
     {"operands": OPERANDS[1:2], "options": CAUSAL},
     {"operands": (("segments", ()),), "options": CAUSAL},
     {"options": OPTIONS[-2:]},
+    {"options": (*WINDOW, *OPTIONS[-2:])},
+    {"options": OPTIONS[2:3]},
+    {"operands": OPERANDS[2:3], "options": CAUSAL},
+    {"operands": OPERANDS[:1], "options": OPTIONS[2:3]},
 )
 BIASES = tuple(
     ((name, shape),)

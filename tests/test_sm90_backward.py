@@ -34,8 +34,9 @@ def spec_of(
         "k": signature(2, lengths[1], 2, head_dim),
         "v": signature(2, lengths[1], 2, head_dim_v or head_dim),
     }
-    if options.pop("sinks", False):
-        arrays["sinks"] = Signature("float32", (4,), (1,))
+    for name in ("sinks", "alibi_slopes"):
+        if options.pop(name, False):
+            arrays[name] = Signature("float32", (4,), (1,))
     if options.pop("kv_seqlens", False):
         arrays["kv_seqlens"] = Signature("int32", (2,), (1,))
     if options.pop("segments", False):
@@ -93,6 +94,9 @@ FEATURES: list[dict[str, Any]] = [
     {"mask": (2, 4, 1000, 1000)}, {"mask": (2, 1, 1, 1000), "segments": True}, {"dropout_p": 0.1},
     {"bias": ("bfloat16", (4, 1000, 1000))},
     {"bias": ("float32", (4, 1000, 1000)), "dropout_p": 0.1, "segments": True},
+    {"softcap": 3.0, "alibi_slopes": True}, {"bias": ("bfloat16", (4, 1000, 1000)), "softcap": 3.0, "alibi_slopes": True},
+    {"dropout_p": 0.1, "window_size": (9, 0), "q_offset": 19}, {"softcap": 3.0, "kv_seqlens": True},
+    {"dropout_p": 0.1, "window_size": (9, 0), "kv_seqlens": True, "mask": (2, 4, 1000, 1000)},
 ]  # fmt: skip
 
 
@@ -199,11 +203,6 @@ def test_refusals_say_why() -> None:
     assert "sm_90" in str(family.refuses(spec_of(), A100))
     assert "float16" in str(family.refuses(spec_of(dtype="float32"), H200))
     assert "16 bytes" in str(family.refuses(spec_of(100), H200))
-    assert "softcap" in str(family.refuses(spec_of(256, softcap=3.0), H200))
-    assert "softcap" in str(family.refuses(spec_of(bias=("float32", (1000, 1000)), softcap=3.0), H200))
-    assert "multiple of 32" in str(
-        family.refuses(spec_of(dropout_p=0.1, window_size=(9, 0), q_offset=19), H200)
-    )
     spec = spec_of()
     assert "broadcast" in str(family.refuses(replace(spec, dout=replace(spec.q, strides=(0, 0, 0, 1))), H200))
 
@@ -271,6 +270,17 @@ def test_visible_rows_and_keys(lengths: tuple[int, int], options: dict[str, Any]
     ]
     rows, keys = {i for i, _ in seen}, {j for _, j in seen}
     assert family.visible(spec) == (min(rows), max(rows) + 1, min(keys), max(keys) + 1)
+
+
+@pytest.mark.parametrize(("offset", "first"), [(19, 0), (40, 0), (41, 32), (73, 64), (2000, 0)])
+def test_dropout_begins_on_a_group_of_keys(offset: int, first: int) -> None:
+    """Of the 32 keys that a Philox call serves in part; a window that begins there, or before it."""
+    spec = spec_of(dropout_p=0.1, window_size=(9, 0), q_offset=offset)
+    assert family.visible(spec)[2] == first
+    main = launches(spec)[1]
+    keys = {m.buffer: m for m in main.tensor_maps}["k"]
+    assert keys.offset == 2 * first * spec.k.strides[2]
+    assert keys.dims[1] == max(1, family.visible(spec)[3] - first)
 
 
 def test_nothing_visible() -> None:

@@ -34,6 +34,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias of keys": {"bias": (2, 1, 1, SK)},
     "float32 bias": {"bias_float32": (1, 4, SQ, SK)},
     "dropout": {},
+    "softcap": {},
+    "ALiBi": {"alibi_slopes": (4,)},
+    "softcap and bias": {"bias": (2, 4, SQ, SK)},
+    "softcap and float32 bias": {"bias_float32": (1, 4, SQ, SK), "alibi_slopes": (4,)},
     "everything": {
         "bias": (1, 4, SQ, SK), "mask": (2, 1, SQ, SK), "alibi_slopes": (4,), "sinks": (4,), "segments": (),
         "kv_seqlens": (SK, 177), "q_seqlens": (290, SQ),
@@ -44,11 +48,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (96, 30)},
+    "late window": {"window_size": (96, 30), "q_offset": 177},  # of which no row sees the first 81 keys
 }
 
 
 def case_of(feature: str, dims: tuple[int, int], options: str) -> cases.Case:
-    more = {"dropout_p": 0.2, "dropout_seed": 7} if feature in ("dropout", "everything") else {}
+    more: dict[str, Any] = {"dropout_p": 0.2, "dropout_seed": 7} if feature in ("dropout", "everything") else {}
+    if feature.startswith("softcap") or feature == "everything":
+        more["softcap"] = 2.0
     keys = 448 if feature == "bias for TMA" else SK
     return cases.Case(
         f"{feature} {dims[0]}x{dims[1]} {options}", seqlen_q=SQ, seqlen_kv=keys,
@@ -56,10 +63,20 @@ def case_of(feature: str, dims: tuple[int, int], options: str) -> cases.Case:
     )  # fmt: skip
 
 
-GRID = itertools.product(FEATURES, DIMS, ("full", "causal"))
+TRANSFORMS = ("softcap", "ALiBi", "softcap and bias", "softcap and float32 bias")
+GRID = itertools.product((x for x in FEATURES if x not in TRANSFORMS), DIMS, ("full", "causal"))
 CASES = [("bfloat16", case_of(*x)) for x in GRID if x[0] != "plain" or x[1][0] != x[1][1]]
+SQUARE = ((64, 64), (128, 128), (256, 256))
+CASES += [("bfloat16", case_of(*x)) for x in itertools.product(TRANSFORMS, SQUARE, ("full", "causal"))]
+CASES += [("bfloat16", case_of(x, d, "late window")) for x in ("dropout", "everything") for d in SQUARE]
 CASES += [("float16", case_of(x, (128, 128), "causal")) for x in FEATURES]
 CASES += [("bfloat16", case_of(x, (64, 64), "window")) for x in FEATURES]
+PACKED = {
+    "layout": "thd", "heads_kv": 4, "head_dim": 64, "cu_seqlens_q": (0, 90, 91, 91, 300),
+    "cu_seqlens_k": (0, 290, 295, 310, 700),
+}  # fmt: skip
+WINDOWED = {"window_size": (70, 9), "dropout_p": 0.2, "dropout_seed": 7}
+CASES += [("bfloat16", cases.Case("packed dropout window", options=WINDOWED, **PACKED))]
 SMALL = ("mask_square", "bias_rows", "bias_head_scalar", "dropout_causal_high", "varlen_everything")
 CASES += [("bfloat16", cases.BY_NAME[name]) for name in SMALL]
 
@@ -96,9 +113,11 @@ def test_features(dtype: str, case: cases.Case) -> None:
     check(problem, run(spec, wants_of(spec), problem_arrays(problem), family))
 
 
-@pytest.mark.parametrize("options", ["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("feature", ["mask", "mask of keys", "segments", "bias", "everything"])
+HIDING = [(x, o) for x in ("mask", "mask of keys", "segments", "bias", "everything") for o in ("full", "causal")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("feature", "options"), [*HIDING, ("dropout", "late window")])
 def test_nan_where_nothing_looks(feature: str, head_dim: int, options: str) -> None:
     problem, spec = taken(case_of(feature, (head_dim, head_dim), options), "bfloat16")
     if "bias" in problem.arrays:
@@ -133,7 +152,9 @@ def test_dropout_of_a_shard(deterministic: bool) -> None:
     check_dropout_of_shards(family, deterministic)
 
 
-@pytest.mark.parametrize("feature", ["plain", "mask", "segments", "bias", "dropout"])
+@pytest.mark.parametrize(
+    "feature", ["plain", "mask", "segments", "bias", "dropout", "softcap", "softcap and bias"]
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_repeats(head_dim: int, feature: str) -> None:
     problem, spec = taken(case_of(feature, (head_dim, head_dim), "causal"), "bfloat16")

@@ -160,14 +160,6 @@ def _bias_tiles(spec: AttentionSpec) -> bool:
     return fit and bias.strides[2] > 0 and bias.strides[3] == 1
 
 
-def _refused_feature(spec: AttentionSpec) -> str | None:
-    if spec.bias is not None and spec.softcap > 0:
-        return "takes no bias with softcap"
-    if spec.dropout_p > 0 and common.hides_left(spec) and (spec.variable or visible(spec)[2] % 32):
-        return "takes dropout where the first visible key is a multiple of 32"
-    return None
-
-
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
     """Why this family does not take the call, or None."""
     if device.arch != 90:
@@ -176,8 +168,6 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "takes float16 and bfloat16"
     if spec.softmax_scale is None or spec.softmax_scale <= 0:
         return "needs a positive softmax_scale known beforehand"
-    if max(spec.head_dim, spec.head_dim_v) > 128 and _transformed(spec):
-        return "takes no softcap or alibi_slopes with head dims above 128"
     operands = [x for x in (spec.q, spec.k, spec.v, spec.dout) if x is not None]
     if spec.head_dim % 8 or spec.head_dim_v % 8 or any(x.align < 16 for x in operands):
         return "takes rows that start on 16 bytes"
@@ -186,13 +176,14 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
     heads, rows = sums_shape(spec, tile_of(spec).block_m)
     if rows > 4 * spec.seqlen_q and heads * rows * spec.head_dim * 4 > MUCH_MEMORY and not spec.varlen:
         return f"would pad {heads} heads of {spec.seqlen_q} rows to {rows}"
-    return _refused_feature(spec) if _featured(spec) else None
+    return None
 
 
 def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     """First and end query row that see a key, first and end key that is seen; all 0 if there is none.
 
-    Whole lengths where they vary between entries: the kernels then look themselves.
+    With dropout the first key may be an earlier one: a multiple of 32, the keys that a Philox call serves in
+    part. Whole lengths where they vary between entries: the kernels then look themselves.
     """
     row_begin, row_end, key_begin, key_end = 0, spec.q.shape[2], 0, spec.k.shape[2]
     if spec.variable:
@@ -204,6 +195,7 @@ def visible(spec: AttentionSpec) -> tuple[int, int, int, int]:
     if spec.window_left >= 0:
         row_end = min(row_end, spec.seqlen_kv + spec.window_left - offset)
         key_begin = max(key_begin, offset - spec.window_left)
+        key_begin -= key_begin % 32 if spec.dropout_p > 0 else 0
     if row_begin >= row_end or key_begin >= key_end:
         return 0, 0, 0, 0
     return row_begin, row_end, key_begin, key_end

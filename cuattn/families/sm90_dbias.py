@@ -40,7 +40,7 @@ def way_of(
     if "bias" not in wants:
         return Way.NONE
     assert spec.bias is not None
-    if max(head_dims) > 128:
+    if max(head_dims) > 128 or spec.softcap > 0:  # whose slope the main kernel's dS has already
         return Way.OTHER
     b, h, m, n = shape_of(spec)
     whole, keys = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_kv), spec.seqlen_kv

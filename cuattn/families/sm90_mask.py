@@ -145,6 +145,8 @@ def backward_mask_pass(spec: AttentionSpec, block_m: int, block_n: int, rows: in
     chosen = tuple((n, defines[n]) for n in ("HAS_LEFT", "HAS_RIGHT", "VARIABLE", "MASK", "SEGMENTS"))
     chosen += (("BLOCK_M", block_m), ("BLOCK_N", block_n), ("QUADS", quads))
     chosen += (("DETERMINISTIC", int(spec.deterministic)),)
+    if spec.dropout_p > 0 and common.hides_left(spec):
+        chosen += (("DROPOUT", 1),)
     launch = Launch(
         kernel=Kernel("bwd_sm90_mask", "attention_backward_sm90_mask", chosen),
         grid=(batches * heads * blocks_m * blocks_n, 1, 1),
