@@ -125,13 +125,6 @@ struct Step {
   __device__ __forceinline__ int offset() const { return get(11); }
 };
 
-// Read anew, so that no register holds it in between.
-__device__ __forceinline__ int lane_now() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
 // ------------------------------------------------------------------------------------------------ producers
 // Zeros of an item in whose tile nothing is to be seen, by a warp.
 __device__ __forceinline__ void store_zeros(const Params& p, const Item& x, int lane) {
@@ -337,11 +330,6 @@ __device__ __forceinline__ void store_sums(const Params& p, const Step& x, const
   }
 }
 
-// sum += weight * (dweight - delta), but nothing where the weight is 0: what nothing sees may be anything.
-__device__ __forceinline__ void add_if(float& sum, float weight, float x) {
-  asm volatile("{\n.reg .pred P;\nsetp.neu.f32 P, %1, 0f00000000;\n@P fma.rn.f32 %0, %1, %2, %0;\n}" : "+f"(sum) : "f"(weight), "f"(x));
-}
-
 __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const TMap* map_dbias, u32 base, int part) {
   constexpr int HALF = BLOCK_M / 2;             // queries of a product
   constexpr bool EARLY = SLOTS >= 6;            // whether the next step's Q and K have slots while this one's are in use
@@ -492,7 +480,7 @@ __device__ __forceinline__ void consume(const Params& p, [[maybe_unused]] const 
 #else
           const float dweight = dp[j] - delta;
 #endif
-          add_if(sum[half * (HALF / 2) + j], s[j], dweight);
+          fma_unless_zero(sum[half * (HALF / 2) + j], s[j], dweight);  // what nothing sees may be anything
         }
       }
     };

@@ -38,6 +38,10 @@ __device__ __forceinline__ float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// sum += x * y, but nothing where x is 0.
+__device__ __forceinline__ void fma_unless_zero(float& sum, float x, float y) {
+  asm volatile("{\n.reg .pred P;\nsetp.neu.f32 P, %1, 0f00000000;\n@P fma.rn.f32 %0, %1, %2, %0;\n}" : "+f"(sum) : "f"(x), "f"(y));
+}
 // Two floats rounded to the 16-bit type, `lo` in the low half.
 __device__ __forceinline__ u32 pack_half2(float lo, float hi) {
   u32 r;
@@ -112,6 +116,12 @@ __device__ __forceinline__ void mbarrier_wait_before(u32 bar, u32 parity, float&
 }
 
 // ---------------------------------------------------------------------------------------------- barriers, registers
+// This thread's lane, read anew: no register holds it in between.
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

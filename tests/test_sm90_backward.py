@@ -94,8 +94,9 @@ FEATURES: list[dict[str, Any]] = [
     {"mask": (2, 4, 1000, 1000)}, {"mask": (2, 1, 1, 1000), "segments": True}, {"dropout_p": 0.1},
     {"bias": ("bfloat16", (4, 1000, 1000))},
     {"bias": ("float32", (4, 1000, 1000)), "dropout_p": 0.1, "segments": True},
-    {"softcap": 3.0, "alibi_slopes": True}, {"bias": ("bfloat16", (4, 1000, 1000)), "softcap": 3.0, "alibi_slopes": True},
-    {"dropout_p": 0.1, "window_size": (9, 0), "q_offset": 19}, {"softcap": 3.0, "kv_seqlens": True},
+    {"softcap": 3.0, "alibi_slopes": True}, {"softcap": 3.0, "kv_seqlens": True},
+    {"bias": ("bfloat16", (4, 1000, 1000)), "softcap": 3.0, "alibi_slopes": True},
+    {"dropout_p": 0.1, "window_size": (9, 0), "q_offset": 19},
     {"dropout_p": 0.1, "window_size": (9, 0), "kv_seqlens": True, "mask": (2, 4, 1000, 1000)},
 ]  # fmt: skip
 

@@ -53,7 +53,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def case_of(feature: str, dims: tuple[int, int], options: str) -> cases.Case:
-    more: dict[str, Any] = {"dropout_p": 0.2, "dropout_seed": 7} if feature in ("dropout", "everything") else {}
+    more: dict[str, Any] = {}
+    if feature in ("dropout", "everything"):
+        more |= {"dropout_p": 0.2, "dropout_seed": 7}
     if feature.startswith("softcap") or feature == "everything":
         more["softcap"] = 2.0
     keys = 448 if feature == "bias for TMA" else SK
@@ -113,7 +115,7 @@ def test_features(dtype: str, case: cases.Case) -> None:
     check(problem, run(spec, wants_of(spec), problem_arrays(problem), family))
 
 
-HIDING = [(x, o) for x in ("mask", "mask of keys", "segments", "bias", "everything") for o in ("full", "causal")]
+HIDING = [*itertools.product(("mask", "mask of keys", "segments", "bias", "everything"), ("full", "causal"))]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
