@@ -116,11 +116,7 @@ struct Features {
 #pragma unroll
       for (int i = 8 * x; i < 8 * x + 8; i++) {
 #if SOFTCAP
-#if CAP_FAST
         const float t = tanh_approx(s[i] * scale);
-#else
-        const float t = tanh_score(s[i] * scale);
-#endif
         derivative[i & 1] = fmaf(-t, t, 1.f);
         if (i & 1) grades[i / 2] = pack_f16(derivative[0], derivative[1]);
         float score = t * cap;

@@ -224,7 +224,7 @@ def test_many_tiny_sequences_are_not_padded() -> None:
 def test_tiles_of_64_rows_at_edges(options: dict[str, Any], rows: int) -> None:
     assert family.tile_of(spec_of(lengths=(9000, 9000), **options)).block_m == rows
     assert family.tile_of(spec_of(**options)).block_m == (80 if "deterministic" in options else 64)
-    assert family.tile_of(spec_of(64, **options)).block_m == (64 if "softcap" in options else 128)
+    assert family.tile_of(spec_of(64, **options)).block_m == (96 if "softcap" in options else 128)
 
 
 @pytest.mark.parametrize(

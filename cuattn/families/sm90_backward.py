@@ -70,8 +70,7 @@ class Tile:
 
 
 # 80 rows at D 128 move less shared memory a product than 64 and fit the registers; 128 at D 64 for the same
-# reason. Softcap and ALiBi need registers: 64 rows. Above 128 both warpgroups share 64 keys, or dK and dV
-# would not fit.
+# reason. Above 128 both warpgroups share 64 keys, or dK and dV would not fit.
 TILES = {
     64: Tile("bwd_sm90", 64, 128, 128, 2, 2, 1, 0, 2, 4),
     128: Tile("bwd_sm90", 128, 80, 128, 2, 2, 1, 1, 1, 2),
@@ -100,7 +99,7 @@ def tile_of(spec: AttentionSpec) -> Tile:
     if _featured(spec):
         return _featured_tile(spec, tile)
     if _transformed(spec):
-        return replace(tile, block_m=64, v_regs=0, lse_ahead=0)
+        return _transformed_tile(spec, tile)
     return tile if spec.deterministic or tile.head_dim > 128 else _plain_tile(spec, tile)
 
 
@@ -111,6 +110,15 @@ def _plain_tile(spec: AttentionSpec, tile: Tile) -> Tile:
         tile = SHORT
     few = rows * spec.group <= CUT_ROWS and not spec.variable
     return replace(tile, cut=1) if right and few else tile
+
+
+def _transformed_tile(spec: AttentionSpec, tile: Tile) -> Tile:
+    """As many query rows, and as much of V in registers, as softcap and ALiBi leave room for."""
+    if tile.head_dim == 64:
+        return replace(tile, block_m=96 if spec.softcap > 0 else 128, v_regs=0, lse_ahead=0)
+    if tile.head_dim == SHORT.head_dim and not (spec.softcap > 0 or spec.deterministic):
+        return replace(SHORT, lse_ahead=2)
+    return replace(tile, block_m=64, v_regs=0, lse_ahead=0)
 
 
 def _rows_of_a_key(spec: AttentionSpec) -> int:
@@ -142,11 +150,9 @@ def _featured_tile(spec: AttentionSpec, tile: Tile) -> Tile:
 
 def _rows_of_64(spec: AttentionSpec, skipping: int) -> int:
     """Query rows at 64 head dims: as many as the registers, and the bias's tiles, allow."""
-    if _transformed(spec):
-        return 64
     if spec.bias is not None:
         return 64 if skipping or spec.dropout_p > 0 else 96
-    return 64 if skipping and spec.dropout_p > 0 else 128
+    return 64 if _transformed(spec) or (skipping and spec.dropout_p > 0) else 128
 
 
 def _bias_tiles(spec: AttentionSpec) -> bool:
