@@ -28,14 +28,6 @@
 #define DQ_BYTES (WANT_DQ ? BLOCK_M * HEAD_DIM * 4 : 0)
 #include "bwd_sm90_scores.cuh"
 
-#if BIAS_TILES
-#define MAP_BIAS &map_bias
-#define AND_MAP_BIAS , const __grid_constant__ TMap map_bias
-#else
-#define MAP_BIAS nullptr
-#define AND_MAP_BIAS
-#endif
-
 #if DBIAS_TILES
 #define MAP_DBIAS &map_dbias
 #define AND_MAP_DBIAS , const __grid_constant__ TMap map_dbias

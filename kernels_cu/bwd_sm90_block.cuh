@@ -20,6 +20,13 @@
 #define BIAS_TILES 0
 #endif
 #define BIAS_BYTES (BIAS_TILES ? BLOCK_M * BLOCK_N * 2 : 0)
+#if BIAS_TILES
+#define MAP_BIAS &map_bias
+#define AND_MAP_BIAS , const __grid_constant__ TMap map_bias
+#else
+#define MAP_BIAS nullptr
+#define AND_MAP_BIAS
+#endif
 // dK and dV go out by TMA, which leaves out what lies beyond the keys
 #define STORE_BOXES (D == 128 && DV == 128 && !(VARIABLE || SKIPPING || DROPOUT || BIAS))
 #if STORE_BOXES && WANT_DK

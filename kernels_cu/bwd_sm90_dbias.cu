@@ -26,13 +26,6 @@
 #ifndef STORE_TILES  // the sums leave by TMA, through the bias's place in shared memory
 #define STORE_TILES 0
 #endif
-#if BIAS_TILES
-#define MAP_BIAS &map_bias
-#define AND_MAP_BIAS , const __grid_constant__ TMap map_bias
-#else
-#define MAP_BIAS nullptr
-#define AND_MAP_BIAS
-#endif
 #if STORE_TILES
 #define MAP_DBIAS &map_dbias
 #define AND_MAP_DBIAS , const __grid_constant__ TMap map_dbias

@@ -187,25 +187,6 @@ def test_helpers_take_offers_and_leave() -> None:
     assert words[cpu_team.OFFER] == cpu_team.NOBODY
 
 
-def test_short_calls_from_python_threads_at_once() -> None:
-    q = [draw(i, 1, 64, 8, 32) for i in range(4)]
-    wanted = [cuattn.flash_attention(x, x, x) for x in q]
-    wrong = []
-
-    def call(i: int) -> None:
-        for _ in range(2000):
-            if not np.array_equal(cuattn.flash_attention(q[i], q[i], q[i]), wanted[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not wrong
-
-
 def test_long_or_odd_sequences_are_cut_into_tiles() -> None:
     """What ``cpu_small.py`` cannot do, or few heads of many rows, which threads would share badly."""
     for rows, keys, dim, heads, options in (
@@ -309,14 +290,15 @@ def test_the_same_bits_on_every_run() -> None:
         assert found == first
 
 
-def test_python_threads_at_once() -> None:
+@pytest.mark.parametrize(("shape", "calls"), [((1, 900, 2, 64), 5), ((1, 64, 8, 32), 2000)])
+def test_python_threads_at_once(shape: tuple[int, ...], calls: int) -> None:
     """Callers share the team without waiting for each other's tiles, and each gets its own result."""
-    q = [draw(i, 1, 900, 2, 64) for i in range(4)]
+    q = [draw(i, *shape) for i in range(4)]
     wanted = [cuattn.flash_attention(x, x, x) for x in q]
     wrong = []
 
     def call(i: int) -> None:
-        for _ in range(5):
+        for _ in range(calls):
             if not np.array_equal(cuattn.flash_attention(q[i], q[i], q[i]), wanted[i]):
                 wrong.append(i)
 
@@ -324,7 +306,8 @@ def test_python_threads_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not wrong
 
 

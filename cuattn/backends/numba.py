@@ -40,6 +40,7 @@ Pointers = tuple[tuple[str, str], ...]
 
 # Measured in docs/performance/cpu.md
 MAX_ROWS = 512  # query rows of a tile: keys and values are copied once for all of them
+PLAIN_ROWS = 1024  # of a forward without features, whose terms take as much of the cache as the rows
 MIN_ROWS = 64  # below it copying costs more than finer tiles bring
 KEYS = 64  # of a block: its scores stay in the first-level cache
 LONG_KEYS = 128  # the same for a forward whose two blocks of keys and of values leave the cache to the rows
@@ -172,7 +173,7 @@ def _forward_rows(spec: AttentionSpec, threads: int) -> int:
     """Query rows of a tile: as many as the second-level cache holds, but enough tiles for all threads."""
     width = panel_width(spec.accumulator)
     itemsize = ITEMSIZE[spec.accumulator]
-    rows = MAX_ROWS
+    rows = MAX_ROWS if _has_features(spec) else PLAIN_ROWS
     while rows > MIN_ROWS and rows * (spec.head_dim + spec.head_dim_v) * itemsize > second_level_bytes() // 2:
         rows //= 2
     pairs = spec.batch * spec.heads_q

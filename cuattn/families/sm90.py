@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
-from ..spec import ITEMSIZE
 from . import common
+from .sm90_bias import bias_map, fits
 from .sm90_mask import keys_only, mask_pass
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
     stages = 3 if not wide and spec.bias is None else 2
     early = 3 if wide and spec.mask is None and spec.dropout_p == 0 else 0
-    if spec.bias is not None and not _bias_tiles(spec):
+    if spec.bias is not None and not fits(spec.bias):
         early = 0  # registers: the bias is in them
     one = int(q_buffers == 1)
     found = Tile(d, dv, block_m, 128, stages, q_buffers, one, COUNTER, early_exps=early, q_apart=one)
-    return replace(found, bias_tiles=int(_bias_tiles(spec)))
+    return replace(found, bias_tiles=int(fits(spec.bias)))
 
 
 def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
@@ -139,7 +139,7 @@ def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> T
     early = 2 if spec.bias is not None and spec.bias.dtype == spec.dtype else 0
     pair = int(block_m > 64)
     found = Tile(d, dv, block_m, block_n, 2, 1, pair, COUNTER, early_exps=early, q_apart=pair)
-    return replace(found, bias_tiles=int(_bias_tiles(spec)))
+    return replace(found, bias_tiles=int(fits(spec.bias)))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -204,31 +204,11 @@ def _bias_of_keys(spec: AttentionSpec) -> bool:
     return spec.bias is not None and spec.bias.strides[2] == 0
 
 
-def _bias_tiles(spec: AttentionSpec) -> bool:
-    """Whether TMA can bring the bias: rows of its own that start on 16 bytes."""
-    bias = spec.bias
-    if bias is None or bias.align < 16:
-        return False
-    size = ITEMSIZE[bias.dtype]
-    fit = all(0 <= stride * size < 1 << 40 and stride * size % 16 == 0 for stride in bias.strides[:3])
-    return fit and bias.strides[2] > 0 and bias.strides[3] == 1
-
-
-def _bias_map(spec: AttentionSpec, t: Tile) -> TensorMap:
-    """Map of the bias, axes along which it is broadcast kept once."""
-    bias = spec.bias
-    assert bias is not None
-    batch, heads, rows, columns = bias.shape
-    size = ITEMSIZE[bias.dtype]
-    stride_b, stride_h, stride_q, _ = (size * stride for stride in bias.strides)
-    return TensorMap(
-        buffer="bias",
-        dtype=bias.dtype,
-        dims=(columns, rows, heads if stride_h else 1, batch if stride_b else 1),
-        strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
-        box=(64, t.block_m, 1, 1) if size == 2 else (32, 64, 1, 1),  # float32: by warpgroups
-        swizzle=128,
-    )
+def _bias_maps(spec: AttentionSpec, t: Tile) -> tuple[TensorMap, ...]:
+    """Map of the bias, if TMA brings it; of float32 by warpgroups."""
+    if not t.bias_tiles or spec.bias is None:
+        return ()
+    return (bias_map("bias", spec.bias, t.block_m if spec.bias.dtype == spec.dtype else 64),)
 
 
 def visible_keys(spec: AttentionSpec) -> tuple[int, int]:
@@ -367,7 +347,7 @@ def forward(spec: AttentionSpec, device: Device, t: Tile | None = None) -> Progr
             tensor_map("k", spec.k, rows, t.block_n),
             tensor_map("v", spec.v, rows, t.block_n),
             out_map(spec),
-            *((_bias_map(spec, t),) if t.bias_tiles else ()),
+            *_bias_maps(spec, t),
         ),
         dependent=counted,
     )

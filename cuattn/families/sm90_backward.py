@@ -14,6 +14,7 @@ from .. import params
 from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
 from ..spec import AttentionSpec, Operand
 from . import common, mma_backward, sm90_dbias
+from .sm90_bias import bias_map, fits
 from .sm90_dbias import Way
 from .sm90_mask import MaskPass, backward_mask_pass
 
@@ -156,14 +157,10 @@ def _rows_of_64(spec: AttentionSpec, skipping: int) -> int:
 
 
 def _bias_tiles(spec: AttentionSpec) -> bool:
-    """Whether TMA can bring the bias: 16 bits, rows of its own that start on 16 bytes, as boxes do."""
-    bias = spec.bias
-    if bias is None or bias.dtype != spec.dtype or bias.align < 16:
+    """Whether TMA brings the bias: of 16 bits, from a key on at which boxes can begin."""
+    if spec.bias is None or spec.bias.dtype != spec.dtype or not fits(spec.bias):
         return False
-    if common.hides_left(spec) and (spec.variable or visible(spec)[2] % 8):
-        return False
-    fit = all(0 <= stride * 2 < 1 << 40 and stride % 8 == 0 for stride in bias.strides[:3])
-    return fit and bias.strides[2] > 0 and bias.strides[3] == 1
+    return not (common.hides_left(spec) and (spec.variable or visible(spec)[2] % 8))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -564,11 +561,7 @@ def _launches(
             tensor_map("k", spec.k, key_begin, key_end, tile.block_n),
             tensor_map("v", spec.v, key_begin, key_end, tile.block_n),
             tensor_map("dout", dout, row_begin, row_end, tile.block_m),
-            *(
-                (sm90_dbias.bias_map("bias", spec.bias, tile.block_m),)
-                if tile.bias_tiles and spec.bias
-                else ()
-            ),
+            *((bias_map("bias", spec.bias, tile.block_m),) if tile.bias_tiles and spec.bias else ()),
             *((sm90_dbias.gradient_map(spec, tile.block_m),) if way == Way.STORED else ()),
             *_gradient_maps(spec, tile, wants, key_begin, key_end),
         ),

@@ -13,6 +13,7 @@ from .. import params
 from ..program import Buffer, Kernel, Launch, Memset, TensorMap
 from ..spec import ITEMSIZE, Operand
 from . import common
+from .sm90_bias import bias_map, fits
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -87,14 +88,9 @@ class _Shape:
 
     @property
     def bias_tiles(self) -> bool:
-        """Whether TMA brings the bias: its rows start on 16 bytes, and the slots fit beside it."""
-        bias = self.spec.bias
-        assert bias is not None
-        size = ITEMSIZE[bias.dtype]
-        fit = all(0 <= stride * size < 1 << 40 and stride * size % 16 == 0 for stride in bias.strides[:3])
+        """Whether TMA brings the bias, and the slots fit beside it."""
         room = SHARED_MEMORY - self.others - self.tile_bytes
-        aligned = bias.align >= 16 and bias.strides[2] > 0 and bias.strides[3] == 1
-        return fit and aligned and room >= FEWEST_SLOTS * self.slot_bytes
+        return fits(self.spec.bias) and room >= FEWEST_SLOTS * self.slot_bytes
 
     @property
     def slots(self) -> int:
@@ -115,21 +111,6 @@ def _cut(spec: AttentionSpec, sm_count: int) -> common.BiasCut:
         return -(-cut.tiles * parts // sm_count) * (-(-heads // parts) + 0.5 * (parts > 1)), parts
 
     return replace(cut, parts=min(range(1, min(cut.parts, heads) + 1), key=time))
-
-
-def bias_map(name: str, operand: Operand, rows: int) -> TensorMap:
-    """Boxes of 128 bytes by ``rows`` of a bias; axes along which it is broadcast are kept once."""
-    batch, heads, length, columns = operand.shape
-    size = ITEMSIZE[operand.dtype]
-    stride_b, stride_h, stride_q, _ = (size * stride for stride in operand.strides)
-    return TensorMap(
-        buffer=name,
-        dtype=operand.dtype,
-        dims=(columns, length, heads if stride_h else 1, batch if stride_b else 1),
-        strides=tuple(stride or 16 for stride in (stride_q, stride_h, stride_b)),
-        box=(128 // size, rows, 1, 1),
-        swizzle=128,
-    )
 
 
 def strides(spec: AttentionSpec) -> dict[str, int]:
