@@ -33,6 +33,7 @@ class Row:
     operands: Any = ()
     backward: bool = False
     tuned: bool = False
+    spills: int = 0  # bytes that a tuned row may spill
     archs: tuple[int, ...] = ARCHS
 
     def spec(self, arch: int) -> AttentionSpec:
@@ -62,9 +63,11 @@ SCORES: tuple[dict[str, Any], ...] = (
     {"operands": OPERANDS[2:3], "options": CAUSAL},
     {"operands": OPERANDS[:1], "options": OPTIONS[2:3]},
 )
-BIASES = ((("bias", (2, 4, 256, 256)),), (("bias", (2, 1, 1, 256)),))
-# Their gradients' kernel spills up to 72 bytes of strides and the like, read once a tile of the bias.
-SUMMED_BIASES = ((("bias", (1, 1, 256, 256)),), (("bias_float32", (4, 256, 256)),))
+# And the bytes that may spill: a gradient's sums leave few registers for strides that are read once a tile.
+BIASES = (
+    (("bias", (2, 4, 256, 256)), 0), (("bias", (2, 1, 1, 256)), 0), (("bias", (1, 1, 256, 256)), 72),
+    (("bias_float32", (4, 256, 256)), 72),
+)  # fmt: skip
 NOT_100 = tuple(
     arch for arch in ARCHS if arch != 100
 )  # no tile of head dim 128 was measured there: the widest
@@ -84,9 +87,9 @@ ROWS = [
     *(Row("sm90", d, options=CAUSAL, backward=True, tuned=True, archs=HOPPER) for d in (64, 128)),
     *(Row("sm90", d, **x, backward=True, tuned=True, archs=HOPPER) for d in (128, 256) for x in SCORES),
     *(
-        Row("sm90", d, operands=x, options=o, backward=True, tuned=x in BIASES, archs=HOPPER)
+        Row("sm90", d, operands=(x,), options=o, backward=True, tuned=True, spills=most, archs=HOPPER)
         for d in (64, 128)
-        for x in (*BIASES, *SUMMED_BIASES)
+        for x, most in BIASES
         for o in (FULL, CAUSAL)
     ),
     Row("sm90", 64, options=OPTIONS[:2], operands=OPERANDS, backward=True, archs=HOPPER),
@@ -127,7 +130,7 @@ def test_compiles(family: str, arch: int) -> None:
     problems = [
         f"{kernel.source} {row}: spills {result.spill_bytes} bytes, {result.warnings}"
         for (kernel, row), result in zip(rows.items(), found, strict=True)
-        if result.warnings or (row.tuned and result.spill_bytes)
+        if result.warnings or (row.tuned and result.spill_bytes > row.spills)
     ]
     assert not problems, "\n".join(problems)
 
