@@ -1,6 +1,6 @@
-// What softcap, ALiBi, bias, mask, segments and dropout do to the scores of the Hopper backward's threads, and how rows and keys that see nothing are
-// kept out of its products. A thread has N scores s[i], of keys row + 8 (i / 2 & 1) and queries column + 8 (i / 4) + (i & 1) of a tile.
-// No products here.
+// What softcap, ALiBi, bias, mask, segments and dropout do to the scores of the Hopper backward's threads, and how rows and keys
+// that see nothing are kept out of its products. A thread has N scores s[i], of keys row + 8 (i / 2 & 1) and queries column +
+// 8 (i / 4) + (i & 1) of a tile. No products here.
 #pragma once
 #include "bwd_sm90_block.cuh"
 

@@ -42,6 +42,17 @@ __device__ __forceinline__ float tanh_approx(float x) {
 __device__ __forceinline__ void fma_unless_zero(float& sum, float x, float y) {
   asm volatile("{\n.reg .pred P;\nsetp.neu.f32 P, %1, 0f00000000;\n@P fma.rn.f32 %0, %1, %2, %0;\n}" : "+f"(sum) : "f"(x), "f"(y));
 }
+// Two floats rounded to halves, whatever DTYPE is, and back.
+__device__ __forceinline__ u32 pack_f16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ float2 unpack_f16(u32 x) {
+  float2 y;
+  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  return y;
+}
 // Two floats rounded to the 16-bit type, `lo` in the low half.
 __device__ __forceinline__ u32 pack_half2(float lo, float hi) {
   u32 r;
@@ -58,21 +69,8 @@ __device__ __forceinline__ float2 unpack_half2(u32 x) {
 #if DTYPE == 1
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 #else
-  float2 y;
-  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
-  return y;
+  return unpack_f16(x);
 #endif
-}
-// Two floats rounded to halves, whatever DTYPE is, and back.
-__device__ __forceinline__ u32 pack_f16(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-__device__ __forceinline__ float2 unpack_f16(u32 x) {
-  float2 y;
-  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(y.x), "=f"(y.y) : "r"(x));
-  return y;
 }
 
 // ---------------------------------------------------------------------------------------------- mbarriers

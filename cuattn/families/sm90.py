@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import params
 from ..program import Buffer, Kernel, Launch, Program, TensorMap
 from . import common
-from .sm90_bias import bias_map, fits
+from .sm90_bias import bias_map, fits_tma
 from .sm90_mask import keys_only, mask_pass
 
 if TYPE_CHECKING:
@@ -126,11 +126,12 @@ def _featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
     q_buffers = 1 if spec.bias is not None and wide and block_m > 64 else 3
     stages = 3 if not wide and spec.bias is None else 2
     early = 3 if wide and spec.mask is None and spec.dropout_p == 0 else 0
-    if spec.bias is not None and not fits(spec.bias):
+    bias_tiles = fits_tma(spec.bias)
+    if spec.bias is not None and not bias_tiles:
         early = 0  # registers: the bias is in them
     one = int(q_buffers == 1)
     found = Tile(d, dv, block_m, 128, stages, q_buffers, one, COUNTER, early_exps=early, q_apart=one)
-    return replace(found, bias_tiles=int(fits(spec.bias)))
+    return replace(found, bias_tiles=int(bias_tiles))
 
 
 def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> Tile:
@@ -139,7 +140,7 @@ def _wide_featured_tile(spec: AttentionSpec, d: int, dv: int, block_m: int) -> T
     early = 2 if spec.bias is not None and spec.bias.dtype == spec.dtype else 0
     pair = int(block_m > 64)
     found = Tile(d, dv, block_m, block_n, 2, 1, pair, COUNTER, early_exps=early, q_apart=pair)
-    return replace(found, bias_tiles=int(fits(spec.bias)))
+    return replace(found, bias_tiles=int(fits_tma(spec.bias)))
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:

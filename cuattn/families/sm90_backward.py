@@ -14,7 +14,7 @@ from .. import params
 from ..program import Buffer, Kernel, Launch, Memset, Program, TensorMap
 from ..spec import AttentionSpec, Operand
 from . import common, mma_backward, sm90_dbias
-from .sm90_bias import bias_map, fits
+from .sm90_bias import bias_map, fits_tma
 from .sm90_dbias import Way
 from .sm90_mask import MaskPass, backward_mask_pass
 
@@ -158,7 +158,7 @@ def _rows_of_64(spec: AttentionSpec, skipping: int) -> int:
 
 def _bias_tiles(spec: AttentionSpec) -> bool:
     """Whether TMA brings the bias: of 16 bits, from a key on at which boxes can begin."""
-    if spec.bias is None or spec.bias.dtype != spec.dtype or not fits(spec.bias):
+    if spec.bias is None or spec.bias.dtype != spec.dtype or not fits_tma(spec.bias):
         return False
     return not (common.hides_left(spec) and (spec.variable or visible(spec)[2] % 8))
 

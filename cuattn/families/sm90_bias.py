@@ -6,7 +6,7 @@ from ..program import TensorMap
 from ..spec import ITEMSIZE, Operand
 
 
-def fits(bias: Operand | None) -> bool:
+def fits_tma(bias: Operand | None) -> bool:
     """Whether TMA can bring it: it has rows of its own, which start on 16 bytes."""
     if bias is None or bias.align < 16:
         return False

@@ -13,7 +13,7 @@ from .. import params
 from ..program import Buffer, Kernel, Launch, Memset, TensorMap
 from ..spec import ITEMSIZE, Operand
 from . import common
-from .sm90_bias import bias_map, fits
+from .sm90_bias import bias_map, fits_tma
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -90,7 +90,7 @@ class _Shape:
     def bias_tiles(self) -> bool:
         """Whether TMA brings the bias, and the slots fit beside it."""
         room = SHARED_MEMORY - self.others - self.tile_bytes
-        return fits(self.spec.bias) and room >= FEWEST_SLOTS * self.slot_bytes
+        return fits_tma(self.spec.bias) and room >= FEWEST_SLOTS * self.slot_bytes
 
     @property
     def slots(self) -> int:
